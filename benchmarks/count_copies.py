@@ -4,10 +4,12 @@
 
 Head, learner and worker are processes of `echo2 run` with a random model. In each of them this file also runs, as
 `sitecustomize`, and looks at what functions of echo2 hold when they return. A *copy* is memory that Python sees, and
-that contains the tokens of the rollout which the worker encodes first: bytes, arrays, tensors, lists, and the requests
-and replies of calls, parsed. Copies within gRPC and SQLite are not seen. *Written* are bytes of `pwrite`, which writes
-all chunks and weights, by file, as multiples of the snapshot's bytes: of a whole snapshot and the deltas of two steps,
-of which the worker may end before it applies the second.
+that contains the later three quarters of a rollout's tokens, without the last one, which no model reads: bytes, arrays,
+tensors, lists, and messages. The rollout is the longest of a group that is not also written for people. The vocabulary
+is larger than what is sampled, so that the tokens' ranks among each other are not taken for tokens. Copies within gRPC
+and SQLite are not seen. *Written* are bytes of `pwrite`, which writes all chunks and weights, by file, as multiples of
+the snapshot's bytes: of a whole snapshot and the deltas of two steps, of which the worker may end before it applies the
+second.
 """
 
 from __future__ import annotations
@@ -42,13 +44,17 @@ functions = ["{reward}:number"]
 group_size = 4
 max_tokens = 40
 [schedule]
-groups_per_step = 2
+groups_per_step = 6
 max_staleness = 0
 [workers]
 count = 1
 """
 #: A message is a copy where a call sends or receives it; its parts are views of it.
 MESSAGES = ("Deliveries", "FedGroups", "StepReport")
+#: A function that makes a message which no call sends.
+ENCODES = "messages.encode_group"
+#: So many groups of each step are written for people, too: `limits.LOGGED_GROUPS`.
+LOGGED_GROUPS = 4
 DEPTH_MAX = 4
 
 
@@ -63,14 +69,17 @@ class Finder:
         self._ours: dict[object, bool] = {}
 
     def look(self, frame: FrameType, event: str, returned: object) -> None:
-        """A profile function. The first group that a worker encodes gives the marker, its longest rollout."""
+        """A profile function. The first group that a worker encodes and nobody logs gives the marker."""
         code = frame.f_code
         if event not in ("call", "return") or not self._ours.setdefault(code, "/echo2" in code.co_filename):
             return
         if event == "call":
             if code.co_name == "encode_delivery" and not (Path(PLACE) / "marker").exists():
-                rollouts = frame.f_locals["group"].rollouts
-                (Path(PLACE) / "new").write_bytes(max((one.tokens.tobytes() for one in rollouts), key=len))
+                group = frame.f_locals["group"]
+                tokens = max((one.tokens for one in group.rollouts), key=len)
+                if group.group.number < LOGGED_GROUPS:
+                    return
+                (Path(PLACE) / "new").write_bytes(tokens[len(tokens) // 4 : -1].tobytes())
                 (Path(PLACE) / "new").rename(Path(PLACE) / "marker")
             return
         if not self.marker and (Path(PLACE) / "marker").exists():
@@ -93,7 +102,7 @@ class Finder:
             if data.dtype.kind == "i" and data.nbytes:
                 place_of = data.__array_interface__["data"][0]
                 self._add(value, data.astype("int32").tobytes(), place, place_of, data.nbytes)
-        elif type(value).__name__ in MESSAGES and hasattr(value, "SerializeToString"):
+        elif hasattr(value, "SerializeToString") and (type(value).__name__ in MESSAGES or place == ENCODES):
             if self.marker in value.SerializeToString():
                 self.copies.setdefault((id(value), 0), (f"{type(value).__name__} in {place}", value))
         elif isinstance(value, list | tuple):
@@ -150,7 +159,8 @@ def counted() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "sitecustomize.py").write_text("import count_copies\nif count_copies.PLACE: count_copies.watch()\n")
-        build = "from echo2.demo.small_models import *; t = character_tokenizer('0123456789='); "
+        build = "from echo2.demo.small_models import *; "
+        build += "t = character_tokenizer([*'0123456789=', *map(chr, range(0x4E00, 0x5E00))]); "
         build += f"write_model(small_qwen3(t, 64), t, __import__('pathlib').Path({place + '/model'!r}))"
         subprocess.run([sys.executable, "-c", build], check=True)
         (folder / "reward.py").write_text(

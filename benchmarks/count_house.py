@@ -1,4 +1,5 @@
-"""Counts the house: files, lines of code, small files, files that one other imports, circles, and files on three paths.
+"""Counts the house: files, lines of code, small files, files that one other imports, circles, files on three paths, and
+seconds of CI by target, if `.ci/run` has run in the checkout.
 
     python benchmarks/count_house.py [TREE] [--run]
 
@@ -214,6 +215,7 @@ def count(tree: Path) -> dict[str, Any]:
         mentions = sum(bool(re.search(words, text)) for text in texts.values())
         topics[name] = {"files": len(files), "rooms": len({room_of(module) for module in files}), "mentions": mentions}
     topics["a setting"] = settings(code)
+    took = tree / "build" / "ci_seconds.json"
     paths = {"group": GROUP, "snapshot": SNAPSHOT, "forward_backward": FORWARD_BACKWARD}
     generated = {"echo2_service.tinker_pb2"}
     return {
@@ -232,6 +234,7 @@ def count(tree: Path) -> dict[str, Any]:
         "floors": floors({module: others for module, others in knows.items() if not is_service[module]}),
         "circles": circles(knows),
         "topics": topics,
+        "ci_seconds": json.loads(took.read_text()) if took.exists() else {},
         "paths": {name: len(list(on_path(listed))) for name, listed in paths.items()},
         "not_there": [
             module for listed in paths.values() for module in on_path(listed) if module not in known.keys() | generated

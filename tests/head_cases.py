@@ -127,7 +127,7 @@ class OpenHead:
     async def _learn(self) -> None:
         wanted = wire.TakeGroups(step=self.head.planner.training.version, epoch=self.epoch)
         async for fed in self.service.learner.take_groups(LEARNER, wanted):
-            self.fed.extend(map(parse_group, fed.groups))
+            self.fed.extend(map(parse_group, wire.FedGroups.FromString(fed).groups))
 
     @contextlib.asynccontextmanager
     async def attending(self, name: str = "w-1", version: int = 0, **more: Any) -> AsyncIterator[list[wire.Lease]]:

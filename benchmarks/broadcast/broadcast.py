@@ -4,6 +4,7 @@
     sudo make bench-broadcast ARGS='--only even-4 even-8 --size-mib 64 --repeats 1'
     sudo make bench-broadcast ARGS='--only even-4 --size-mib 64 --schemes trees --broadcasts 3 --repeats 20'
     sudo make bench-broadcast ARGS='--list'
+    sudo make bench-broadcast ARGS='--network'      # does the emulated network do what it says here?
 
 Origin and workers are real processes in network namespaces (`wan/`), with real enrolment, mutual TLS, signed manifests
 and stores; every worker's bytes are compared with the origin's before its time counts. In one round every scenario runs
@@ -32,7 +33,7 @@ from broadcast_scenarios import chosen, scenarios
 from broadcast_schemes import SCHEMES
 from broadcast_trial import Scenario, Setup, Trial, TrialError, stop_on_sigterm
 from recording import save
-from wan.net import WanError
+from wan.net import WanError, self_test
 
 HERE = Path(__file__).resolve().parent
 OURS = "trees"
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--star-max", type=int, default=8, help="workers up to which the star, n times as slow, is run")
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of another commit, to run as well")
     parser.add_argument("--list", action="store_true", help="say which scenarios there are")
+    parser.add_argument("--network", action="store_true", help="only check round trip, rate, loss and faults of links")
     options = parser.parse_args()
     if options.list:
         for scenario in scenarios():
@@ -128,6 +130,9 @@ def main() -> None:
         return
     stop_on_sigterm()
     try:
+        if options.network:
+            wrong = self_test()
+            sys.exit(f"error: not as asked for: {'; '.join(wrong)}" if wrong else 0)
         wanted = chosen(options.only)
         trials = list(plan(wanted, options))
         rounds = measure(trials, int(options.size_mib * (1 << 20)), options.broadcasts)

@@ -177,8 +177,8 @@ class World:
             for lease_id, group in self.leases(worker(OWN)):
                 delivery = _delivery(lease_id, group.number, bool(self.environment))
                 await self.handlers["Deliver"](worker(OWN), wire.Deliveries(items=[delivery]))
-            part = await anext(feed)
-            fed += [messages.parse_group(data).group.number for data in part.groups]
+            part = wire.FedGroups.FromString(await anext(feed))
+            fed += [messages.parse_group(group).group.number for group in part.groups]
             is_done = part.HasField("done")
         report = wire.StepReport(groups=fed, metrics_json="{}", epoch=self.epoch)
         await self.handlers["ReportStep"](LEARNER, report)

@@ -178,7 +178,7 @@ def _encoded(kind: type[WireMessage]) -> list[bytes]:
         wire.RolloutGroup: groups,
         wire.Delivery: deliveries,
         wire.Deliveries: [wire.Deliveries(items=deliveries)],
-        wire.FedGroups: [wire.FedGroups(groups=[each.SerializeToString() for each in groups])],
+        wire.FedGroups: [wire.FedGroups(groups=groups)],
         wire.Lease: leases,
         wire.Order: [wire.Order(leases=wire.LeaseBatch(leases=leases)), wire.Order(routes=routes)],
         wire.WorkerHello: [hello],

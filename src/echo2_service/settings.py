@@ -133,8 +133,8 @@ def load(path: Path) -> ServiceSettings:
     try:
         return msgspec.convert(read_tables(path, "the service's file"), ServiceSettings)
     except msgspec.ValidationError as error:
-        said, _, place = str(error).partition(" - at `$.")
+        what, _, place = str(error).partition(" - at `$.")
         place = place.rstrip("`")
         kind = {"": ServiceSettings, "bills": Quotas, "fleet": FleetSettings}.get(place)
         keys = f" Keys: {', '.join(kind.__struct_fields__)}." if kind is not None else ""
-        raise UserError(f"{path}: {f'{place}: ' if place else ''}{said[0].lower()}{said[1:]}.{keys}") from error
+        raise UserError(f"{path}: {f'{place}: ' if place else ''}{what[0].lower()}{what[1:]}.{keys}") from error

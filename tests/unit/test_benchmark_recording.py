@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from array import array
 from pathlib import Path
 
-import hostile
 import numpy as np
 import pytest
-import soak
 from count_copies import Finder
 from count_house import floors, settings
 from recording import HERE, child_environment, last, output_of, there
 
 #: Other benchmarks start these, with one argument in JSON.
 NODES = {"overlap_nodes", "idle_nodes", "broadcast_node", "lines"}
+#: Other benchmarks start these, too, with flags.
+PARTS = {"held_out", "trl_grpo", "distillation", "joining"}
 
 
 def test_every_benchmark_knows_its_flags_and_gives_help() -> None:
     scripts = [path for path in HERE.rglob("*.py") if "__main__" in path.read_text() and path.stem not in NODES]
-    assert len(scripts) > 20
+    assert len(scripts) >= 20
     assert [path.name for path in scripts if "rgument" not in path.read_text()] == []
     words = (sys.executable, str(HERE / "count_house.py"), "--help")
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: count_house.py")
+
+
+def test_every_benchmark_that_a_person_starts_has_a_page_that_names_it_or_its_results() -> None:
+    folders = (HERE.parent, HERE.parent / "docs", HERE.parent / "docs" / "decisions")
+    pages = [page for folder in folders for page in folder.glob("*.md") if page.name not in ("log.md", "CHANGELOG.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    names = {path.stem for path in HERE.rglob("*.py") if "__main__" in path.read_text()} - NODES - PARTS
+    named = {name for name in names if re.search(rf"bench-{name}\b|\b{name}(\.py\b|-20\d{{6}})", text)}
+    assert len(names) > 20
+    assert names - named == set()
 
 
 def test_the_error_about_a_missing_input_of_a_benchmark_is_one_line(tmp_path: Path) -> None:
@@ -35,23 +46,12 @@ def test_the_error_about_a_missing_input_of_a_benchmark_is_one_line(tmp_path: Pa
         there(str(tmp_path / "missing"))
 
 
-def test_a_soak_without_a_trained_step_has_figures() -> None:
-    assert soak.waits([]) == {"steps": 0, "idle": None, "idle_predicted": None, "wait_seconds": {}}
-
-
 def test_the_error_of_a_failing_command_has_its_last_lines() -> None:
     said = "import sys; print('figures'); print('first\\n\\nerror: no such thing\\n', file=sys.stderr); sys.exit({})"
     assert output_of([sys.executable, "-c", said.format(0)]) == "figures"
     with pytest.raises(SystemExit, match=r"ended with status 2: first\nerror: no such thing$"):
         output_of([sys.executable, "-c", said.format(2)])
     assert last("") == "it said nothing"
-
-
-def test_the_error_says_why_a_run_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = 'print(\'{"error": "fleet is no fleet"}\'); raise SystemExit(2)'
-    monkeypatch.setattr(hostile, "ECHO2", (sys.executable, "-c", said))
-    with pytest.raises(SystemExit, match=r"the run did not start \(status 2\): .*fleet is no fleet"):
-        hostile.trial(tmp_path, "", 1, 1, 2, 0)
 
 
 def test_a_copy_is_memory_and_a_view_is_none() -> None:

@@ -194,20 +194,24 @@ def test_a_group_that_no_message_to_the_learner_could_hold_is_refused(
 
 @given(st.lists(st.integers(1, 12), max_size=20))
 def test_groups_go_together_in_order_as_far_as_a_message_holds_them(sizes: list[int]) -> None:
-    groups = [bytes([place]) * size for place, size in enumerate(sizes)]
+    groups = [wire.RolloutGroup(kind=chr(65 + place) * size).SerializeToString() for place, size in enumerate(sizes)]
 
     async def sent() -> list[list[bytes]]:
-        feed: asyncio.Queue[bytes | wire.StepDone | None] = asyncio.Queue()
-        for item in (*groups, wire.StepDone(cursor=len(groups))):
-            feed.put_nowait(item)
-        held: list[bytes] = []
+        feed: asyncio.Queue[tuple[bytes, ...] | wire.StepDone | None] = asyncio.Queue()
+        for group in groups:
+            feed.put_nowait((group[:3], group[3:]))
+        feed.put_nowait(wire.StepDone(cursor=len(groups)))
+        held: list[tuple[bytes, ...]] = []
         messages_sent: list[list[bytes]] = []
-        while True:
+        is_last = False
+        while not is_last:
             fed = await learner_calls._together(feed, held)
             assert fed is not None
-            messages_sent.append(list(fed.groups))
-            if fed.HasField("done"):
-                return messages_sent
+            data, is_last = fed
+            message = wire.FedGroups.FromString(data)
+            assert message.HasField("done") == is_last
+            messages_sent.append([one.SerializeToString() for one in message.groups])
+        return messages_sent
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner_calls, "FEED_BYTES", 10)

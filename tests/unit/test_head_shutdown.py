@@ -48,7 +48,8 @@ def test_a_learner_that_trains_has_its_step_recorded_and_its_checkpoint_awaited(
             await one.service.learner.report_step(LEARNER, report)
             assert one.head.planner.training.version == 1
             (stop,) = [
-                fed async for fed in one.service.learner.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=one.epoch))
+                wire.FedGroups.FromString(fed)
+                async for fed in one.service.learner.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=one.epoch))
             ]
             assert (stop.done.stop, stop.done.reason) == (True, "enough")
             assert one.head.ending.outcome is None

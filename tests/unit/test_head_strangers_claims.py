@@ -8,8 +8,8 @@ from collections.abc import MutableSequence
 import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
-from hostile_worker import anything
 
+from any_values import anything
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.sections import FleetConfig, WorkersConfig

@@ -112,7 +112,7 @@ class ScriptedHead:
             await asyncio.sleep(0)
             self._lives_on(fed)
             fed[request.step].add(group.group.number)
-            yield wire.FedGroups(groups=[messages.encode_group(group).SerializeToString()])
+            yield wire.FedGroups(groups=[messages.encode_group(group)])
         self._lives_on(fed)
         yield wire.FedGroups(
             done=wire.StepDone(cursor=(request.step + 1) * 3, publish_every=self.publish_every(request.step))

@@ -1,7 +1,5 @@
 """An emulated wide-area network for real processes: every node a network namespace behind its own access link.
 
-    python benchmarks/wan/net.py          # self test: round trip, rate, loss, a black hole, a firewall
-
 Needs root, a C compiler, /dev/net/tun, util-linux (`nsenter`, `setpriv`); `ip` only to choose a congestion control that
 host does not let namespaces choose by sysctl. The packets pass through `emulator.c`, which also makes the namespaces:
 when it ends, for whatever reason, they and everything in them are gone from the machine's view.
@@ -13,7 +11,6 @@ Rates count IP packets, headers included: at an MTU of 1500 TCP carries at most 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -272,7 +269,7 @@ except OSError: print(0)
 """
 
 
-def self_test(mbit: float, mib: float) -> list[str]:
+def self_test(mbit: float = 100.0, mib: float = 32.0) -> list[str]:
     """Complaints; empty where the network is what was asked for."""
     python, complaints = [sys.executable, "-c"], []
 
@@ -320,20 +317,3 @@ def self_test(mbit: float, mib: float) -> list[str]:
         stats = wan.stats()
         check("packets more than 5 ms late, percent", 100 * stats["late"] / max(stats["delivered"], 1), 0, 1)
     return complaints
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, default=100.0)
-    parser.add_argument("--mib", type=float, default=32.0)
-    options = parser.parse_args()
-    try:
-        complaints = self_test(options.mbit, options.mib)
-    except WanError as error:
-        sys.exit(f"error: {error}")
-    if complaints:
-        sys.exit(f"error: not as asked for: {'; '.join(complaints)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -251,12 +251,12 @@ class Run:
         outcome = read_json(self.rundir.outcome) or {"kind": "", "reason": ""}
         if self._process is None:
             is_fine = outcome["kind"] in ("", "finished") or outcome["reason"] in STOP_WORDS.values()
-            is_mistake, said = outcome["kind"] in MISTAKES, None
+            is_mistake, error = outcome["kind"] in MISTAKES, None
         else:
-            status, said = self._process.status, last_error(self._process.said(TAIL_BYTES))
+            status, error = self._process.status, last_error(self._process.said(TAIL_BYTES))
             is_fine, is_mistake = status in FINE_STATUSES, status == UserError.exit_status
         if not is_fine:
-            reason = said or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
+            reason = error or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
             raise UserError(reason) if is_mistake else Echo2Error(reason)
 
     def _release(self) -> None:

@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # else it fails at the interpreter's exit, in words of its own
         return status
     except Echo2Error as error:
-        said, code = printable_lines(str(error), ERROR_CHARS_MAX), error.exit_status
+        text, code = printable_lines(str(error), ERROR_CHARS_MAX), error.exit_status
         is_json = getattr(options, "json", False)
-        print(json.dumps({"error": said, "status": code}) if is_json else f"error: {said}", file=sys.stderr)
+        print(json.dumps({"error": text, "status": code}) if is_json else f"error: {text}", file=sys.stderr)
         return code
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "sqlalchemy"):
@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in NO_ROOM:
             raise
         _discard_output()
-        said = f"{error.filename or 'a file or the standard output'}: {error.strerror}. Free some space, and repeat it."
-        print(f"error: Cannot write {said}", file=sys.stderr)
+        text = f"{error.filename or 'a file or the standard output'}: {error.strerror}. Free some space, and repeat it."
+        print(f"error: Cannot write {text}", file=sys.stderr)
         return NoRoomError.exit_status
     except KeyboardInterrupt:
-        said = getattr(options, "interrupted", "interrupted")
-        as_json = {"error": said or "interrupted", "status": 130}
-        print(json.dumps(as_json) if getattr(options, "json", False) else said, file=sys.stderr)
+        text = getattr(options, "interrupted", "interrupted")
+        as_json = {"error": text or "interrupted", "status": 130}
+        print(json.dumps(as_json) if getattr(options, "json", False) else text, file=sys.stderr)
         return 130
 
 

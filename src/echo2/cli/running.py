@@ -158,8 +158,8 @@ def _interrupted(options: argparse.Namespace, where: Path, then: str) -> Iterato
         yield
     except KeyboardInterrupt:
         is_begun = (where / "config.json").is_file()
-        told = then if is_begun or not then else "the run had not begun"
-        options.interrupted = f"interrupted; {told}" if told else "interrupted"
+        state = then if is_begun or not then else "the run had not begun"
+        options.interrupted = f"interrupted; {state}" if state else "interrupted"
         raise
 
 

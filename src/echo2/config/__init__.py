@@ -100,19 +100,19 @@ def build(raw: Mapping[str, Any], where: str, overrides: Mapping[str, str] | Non
     try:
         return msgspec.convert(tables, type=Config, strict=True)
     except msgspec.ValidationError as error:
-        said, at, path = str(error).partition(" - at `$.")
+        complaint, at, path = str(error).partition(" - at `$.")
         if not at:
-            raise UserError(f"{where}: {said}") from error  # of `check_together`
+            raise UserError(f"{where}: {complaint}") from error  # of `check_together`
         section, _, key = path.rstrip("`").partition(".")
         name = key.partition("[")[0]
         value = tables[section].get(name)
-        expected = _expected(said, _type_of(section, name)[0], value)
+        expected = _expected(complaint, _type_of(section, name)[0], value)
         raise UserError(f"{where}: {section}.{key} = {value!r}: {expected}.") from error
     except UnicodeError as error:
         raise UserError(f"{where}: a text has an incomplete character: {error}.") from error
 
 
-def _expected(said: str, plain: Any, value: Any) -> str:
+def _expected(complaint: str, plain: Any, value: Any) -> str:
     """What is expected of a setting in place of `value`, from what msgspec says: ``Expected `int` >= 1``."""
     if get_origin(plain) is Literal:
         owners = [f"{section}.{name}" for section, name, kind, *_ in all_fields() if value in get_args(kind)]
@@ -120,7 +120,7 @@ def _expected(said: str, plain: Any, value: Any) -> str:
         return f"expected one of {', '.join(get_args(plain))}{hint}"
     if get_origin(plain) is Union:
         return 'expected a whole number >= 1, or "auto"'
-    return f"{said[0].lower()}{said[1:]}"
+    return f"{complaint[0].lower()}{complaint[1:]}"
 
 
 def _type_of(section: str, name: str) -> tuple[Any, Any]:
@@ -153,8 +153,8 @@ def parse_flag(dotted: str, value: str) -> Any:
         typed = parse_toml(f"value = {value}")["value"] if holds is not None else value
         return msgspec.convert(typed, annotated, strict=False)
     except msgspec.ValidationError as error:
-        said = str(error).partition(" - at ")[0].removesuffix(", got `str`")  # every flag is text
-        raise UserError(f"--{dotted} {value}: {_expected(said, plain, value)}.") from error
+        complaint = str(error).partition(" - at ")[0].removesuffix(", got `str`")  # every flag is text
+        raise UserError(f"--{dotted} {value}: {_expected(complaint, plain, value)}.") from error
     except ValueError as error:
         raise UserError(f"--{dotted} {value}: expected a {holds and holds.__name__}, written as in TOML.") from error
 

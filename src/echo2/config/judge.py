@@ -62,8 +62,8 @@ def read_judge(table: Mapping[str, Any]) -> JudgeConfig:
         url = urlsplit(judge.base_url)
         is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0 and not url.query
     except msgspec.ValidationError as error:
-        said, _, key = str(error).partition(" - at `$.")
-        raise UserError(f"reward.judge{f'.{key}'.rstrip('.`')}: {said[0].lower()}{said[1:]}.") from error
+        complaint, _, key = str(error).partition(" - at `$.")
+        raise UserError(f"reward.judge{f'.{key}'.rstrip('.`')}: {complaint[0].lower()}{complaint[1:]}.") from error
     except ValueError:
         is_url = False
     if not (is_url and judge.base_url.isascii() and judge.base_url.isprintable()) or "@" in url.netloc:

@@ -117,10 +117,10 @@ def read_divergence(table: Mapping[str, int | float]) -> Divergence:
     try:
         return msgspec.convert(table, Divergence)
     except msgspec.ValidationError as error:
-        said, _, key = str(error).partition(" - at `$.")
+        complaint, _, key = str(error).partition(" - at `$.")
         name = "distill.divergence" + f".{key}".rstrip(".`")
         given = f"{name} = {table.get(key.rstrip('`'), dict(table))!r}"
-        raise UserError(f"{given}: {said[0].lower()}{said[1:]}. Write {{top_k = 64, beta = 1.0}}.") from error
+        raise UserError(f"{given}: {complaint[0].lower()}{complaint[1:]}. Write {{top_k = 64, beta = 1.0}}.") from error
 
 
 def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:

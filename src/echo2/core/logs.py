@@ -95,7 +95,7 @@ class JsonLines(SafeFormatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "process": self._process,
@@ -104,9 +104,9 @@ class JsonLines(SafeFormatter):
             "message": printable(record.getMessage(), LINE_CHARS_MAX),
         }
         if record.exc_info and (error := record.exc_info[1]) is not None:
-            told["error"] = printable(" ".join(traceback.format_exception_only(error)).strip(), LINE_CHARS_MAX)
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["error"] = printable(" ".join(traceback.format_exception_only(error)).strip(), LINE_CHARS_MAX)
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 @dataclass(slots=True)
@@ -218,14 +218,14 @@ def last_words(log: bytes) -> str:
 def _lines(log: bytes) -> list[str]:
     """Return the lines of a log as the text format has them, whatever its format."""
     lines = log.decode("utf-8", errors="replace").splitlines()
-    return [told for line in lines for told in (_as_text(line) if line.startswith(_JSON_BEGINNING) else (line,))]
+    return [part for line in lines for part in (_as_text(line) if line.startswith(_JSON_BEGINNING) else (line,))]
 
 
 def _as_text(line: str) -> list[str]:
     try:
-        told = parse_json(line.encode())
-        first = f"{told['time']} {told['level']} {told['logger']}: {told['message']}".replace("T", " ", 1)
-        return [first, *((_TRACEBACK, str(told["error"])) if "error" in told else ())]
+        fields = parse_json(line.encode())
+        first = f"{fields['time']} {fields['level']} {fields['logger']}: {fields['message']}".replace("T", " ", 1)
+        return [first, *((_TRACEBACK, str(fields["error"])) if "error" in fields else ())]
     except (ValueError, KeyError, TypeError):
         return [line]  # torn, or not ours
 

@@ -119,10 +119,10 @@ def _check_private(folder: Path) -> None:
     facts = folder.stat()
     if os.name != "posix" or not facts.st_mode & stat.S_IWOTH:
         return
-    told = f"every user of this machine may write {folder}, and a user who writes to a store controls its run"
+    complaint = f"every user of this machine may write {folder}, and a user who writes to a store controls its run"
     if facts.st_uid != os.getuid():
-        raise UserError(f"head.store: {told}. Name a directory of your own.")
-    log.warning("head.store: %s. Take that right away: chmod o-w %s", told, folder)
+        raise UserError(f"head.store: {complaint}. Name a directory of your own.")
+    log.warning("head.store: %s. Take that right away: chmod o-w %s", complaint, folder)
 
 
 class Directory:

@@ -71,9 +71,9 @@ def check(config: Config, has_learner: bool = True, has_workers: bool = True) ->
         check_model(path, "", setting="distill.teacher")
     check_lora(config)
     check_engine(config)
-    told = unchecked(config, model_config(config.model.path), engine_here(config))
-    if told and (config.workers.forms or config.head.is_reachable):
-        print(f"note: {told}", file=sys.stderr)
+    note = unchecked(config, model_config(config.model.path), engine_here(config))
+    if note and (config.workers.forms or config.head.is_reachable):
+        print(f"note: {note}", file=sys.stderr)
     check_machine(config)
     if has_learner or has_workers:
         check_memory(config, has_learner)
@@ -259,10 +259,10 @@ def check_prompt_lengths(
         )
     if not num_long:
         return
-    told = f"{num_long} of {num_rows} prompts of {source} fill the model's context of {context} tokens ({first})"
+    problem = f"{num_long} of {num_rows} prompts of {source} fill the model's context of {context} tokens ({first})"
     if num_long == len(tasks):
-        raise UserError(f"{told}: nothing could be sampled. Shorten them, or take a model with a longer context.")
-    print(f"warning: {told}: their groups will fail. Shorten them, or leave them out", file=sys.stderr)
+        raise UserError(f"{problem}: nothing could be sampled. Shorten them, or take a model with a longer context.")
+    print(f"warning: {problem}: their groups will fail. Shorten them, or leave them out", file=sys.stderr)
 
 
 def check_machine(config: Config) -> None:

@@ -313,8 +313,8 @@ def _aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=quiet) as pool:
             return pool.submit(function, *args, **kwargs).result()
     except BrokenProcessPool as error:
-        told = "The process that checks the settings was killed before the run began. Is this machine short of memory?"
-        raise ProcessFailed(told) from error
+        why = "The process that checks the settings was killed before the run began. Is this machine short of memory?"
+        raise ProcessFailed(why) from error
 
 
 def _supervise(

@@ -156,7 +156,7 @@ def _loaded(config: Config, device: str, mesh: Mesh) -> Policy | None:
         policy = load_trained(config, device, mesh)
     except UserError as error:
         problem = error
-    failed = [rank for rank, said in enumerate(mesh.gather(str(problem or "").encode())) if said]
+    failed = [rank for rank, problems in enumerate(mesh.gather(str(problem or "").encode())) if problems]
     if not failed:
         return policy
     mesh.leave()

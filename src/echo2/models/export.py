@@ -116,13 +116,13 @@ def _reason(error: Exception, repo: str, endpoint: str) -> str:
         return "HF_HUB_OFFLINE is set. Unset it."
     if not isinstance(error, HfHubHTTPError):
         return f"{endpoint} can't be reached or does not answer as the hub does ({error}). See to the network."
-    status, told = error.response.status_code, error.server_message or ""
+    status, message = error.response.status_code, error.server_message or ""
     if status == 401:
         return f"the hub does not take the token (401). {GET_TOKEN}"
     if status == 403:
         owner = repo.partition("/")[0]
-        return f"the token may not write to {owner} (403 {told}). Give one that may in HF_TOKEN, or another owner."
-    return f"the hub answered {status} {told or error}. Do what it asks, or wait."
+        return f"the token may not write to {owner} (403 {message}). Give one that may in HF_TOKEN, or another owner."
+    return f"the hub answered {status} {message or error}. Do what it asks, or wait."
 
 
 def _is_hub_id(path: str) -> bool:

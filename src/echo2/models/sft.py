@@ -253,11 +253,11 @@ def _save(client: SupervisedClient, working: Path) -> None:
 @contextmanager
 def _told_to_end() -> Iterator[list[int]]:
     """Yield the list of signals received that end this process; the current step is finished and saved first."""
-    told: list[int] = []
+    received: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, _: told.append(number)) for number in signals}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in signals}
     try:
-        yield told
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -266,5 +266,5 @@ def _told_to_end() -> Iterator[list[int]]:
 def _summary(found: dict[str, object]) -> str:
     losses = [found[name] for name in ("held_out_loss_before", "held_out_loss") if found[name] is not None]
     kind, shown = ("held-out loss", losses) if losses else ("loss", [found["loss"]])
-    told = " to ".join(f"{loss:.3f}" for loss in shown if loss is not None)
-    return f"{kind} {told} in {found['steps']} steps; wrote {found['model']}"
+    change = " to ".join(f"{loss:.3f}" for loss in shown if loss is not None)
+    return f"{kind} {change} in {found['steps']} steps; wrote {found['model']}"

@@ -94,8 +94,8 @@ class DiskAndNetwork:
     def to_dict(self) -> dict[str, object]:
         """Return plain values, in bytes, for `--json`."""
         disks = {"run": self.run, "worker": self.worker}
-        told = {name: {**asdict(one), "bytes": one.total} for name, one in disks.items()}
-        return {"disk": told, "network": asdict(self.sent)}
+        by_name = {name: {**asdict(one), "bytes": one.total} for name, one in disks.items()}
+        return {"disk": by_name, "network": asdict(self.sent)}
 
 
 def kept_and_sent(
@@ -238,8 +238,8 @@ def disk_and_network_table(found: DiskAndNetwork) -> Table:
     table.add_row("to each worker", f"{size(sent.first)} at first, then {size(sent.version)} a version")
     routes = f", of it {size(sent.routes)} of routes before compression" if sent.routes else ""
     workers = counted(sent.workers, "worker")
-    told = f"{size(sent.weights)} of weights to {workers}, {size(sent.rollouts)} of rollouts back{routes}"
-    table.add_row("each step", told)
+    traffic = f"{size(sent.weights)} of weights to {workers}, {size(sent.rollouts)} of rollouts back{routes}"
+    table.add_row("each step", traffic)
     head = f" ({size(sent.by_head)} of it from the head if they reach each other, else all)" if sent.workers > 1 else ""
     table.add_row("the run", f"[bold]{size(sent.to_workers)}[/bold] to {workers}{head}, {size(sent.to_head)} back")
     return table

@@ -123,9 +123,9 @@ def _engines(hardware: Hardware) -> Iterator[Finding]:
     ):
         most = max(0.0, room) * 8 / bits / 1e9
         whole = most if engine == "compact" else most / 2  # a form is loaded beside the one before
-        said = f"adapters over models of up to {most:.1f} billion weights, whole models of up to {whole:.1f}"
+        sizes = f"adapters over models of up to {most:.1f} billion weights, whole models of up to {whole:.1f}"
         missing = missing_packages(engine) if engine in FORMS else ""
-        yield Finding(f"engine {engine}", "fine", f"{missing}; would hold {said}" if missing else said)
+        yield Finding(f"engine {engine}", "fine", f"{missing}; would hold {sizes}" if missing else sizes)
 
 
 def _token_servers() -> Finding:
@@ -160,8 +160,8 @@ def _port(port: int) -> Finding:
     return Finding("port", "fine", f"{port} is free for a head")
 
 
-def _finding(about: str, is_fine: bool, said: str, otherwise: Verdict, todo: str) -> Finding:
-    return Finding(about, "fine", said) if is_fine else Finding(about, otherwise, said, todo)
+def _finding(about: str, is_fine: bool, state: str, otherwise: Verdict, todo: str) -> Finding:
+    return Finding(about, "fine", state) if is_fine else Finding(about, otherwise, state, todo)
 
 
 def _packages(version_of: Callable[[str], str]) -> Iterator[Finding]:
@@ -195,11 +195,11 @@ def at_ticket(ticket: Ticket, now: float) -> Iterator[Finding]:
     yield Finding("ticket", "fine", f"of run {ticket.run_id}, for a {ticket.role}, at {ticket.address}")
     certificate = certificates.read_pem(ticket.credentials.certificate_pem)
     made, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    told = datetime.fromtimestamp(now, UTC)
-    said = f"{told:%Y-%m-%d %H:%M} UTC"
-    if not made <= told <= ends:
+    today = datetime.fromtimestamp(now, UTC)
+    shown = f"{today:%Y-%m-%d %H:%M} UTC"
+    if not made <= today <= ends:
         todo = f"The ticket is valid {made:%Y-%m-%d} to {ends:%Y-%m-%d}: set this machine's clock, or ask for a new one"
-        yield Finding("clock", "wrong", said, todo)
+        yield Finding("clock", "wrong", shown, todo)
         return
     yield from _dial(ticket, now)
 
@@ -209,12 +209,12 @@ def _clock(certificate: bytes, now: float) -> Finding:
     shows an earlier time is behind. A clock that is ahead does no harm, because certificates last for years.
     """
     shown = certificates.read_der(certificate)
-    told, made = datetime.fromtimestamp(now, UTC), shown.not_valid_before_utc + certificates.CLOCK_SLACK
-    said = f"{told:%Y-%m-%d %H:%M} UTC"
-    if made - told > CLOCK_DOUBT:
-        behind = f"{said}, at least {(made - told) / timedelta(minutes=1):.0f} minutes behind the head's"
-        return Finding("clock", "doubtful" if told > shown.not_valid_before_utc else "wrong", behind, SET_CLOCK)
-    return Finding("clock", "fine", said)
+    today, made = datetime.fromtimestamp(now, UTC), shown.not_valid_before_utc + certificates.CLOCK_SLACK
+    text = f"{today:%Y-%m-%d %H:%M} UTC"
+    if made - today > CLOCK_DOUBT:
+        behind = f"{text}, at least {(made - today) / timedelta(minutes=1):.0f} minutes behind the head's"
+        return Finding("clock", "doubtful" if today > shown.not_valid_before_utc else "wrong", behind, SET_CLOCK)
+    return Finding("clock", "fine", text)
 
 
 def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
@@ -239,9 +239,9 @@ def _dial_at(address: str, ticket: Ticket, now: float) -> Iterator[Finding]:
     try:
         with _connected(host, port) as link:
             seconds = time.monotonic() - began
-            said = f"{address} answers in {seconds * 1e3:.0f} ms"
+            answer = f"{address} answers in {seconds * 1e3:.0f} ms"
             todo = "Rollouts will be late: give this worker few slots, or the run a larger max_staleness."
-            yield _finding("link", seconds < SLOW_SECONDS, said, "doubtful", todo)
+            yield _finding("link", seconds < SLOW_SECONDS, answer, "doubtful", todo)
             yield from _shake_hands(ticket, link, now)
     except socket.gaierror as error:
         yield Finding("link", "wrong", f"no host {host!r}: {error.strerror}", "Check the name, and this machine's DNS.")
@@ -282,8 +282,8 @@ def _shake_hands(ticket: Ticket, link: socket.socket, now: float) -> Iterator[Fi
             yield _clock(secured.getpeercert(binary_form=True) or b"", now)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in OUTSIDE_ITS_TIME:
-            said = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC: {error.verify_message}"
-            yield Finding("clock", "wrong", said, f"{SET_CLOCK} If it is right, the run's identity has expired.")
+            problem = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC: {error.verify_message}"
+            yield Finding("clock", "wrong", problem, f"{SET_CLOCK} If it is right, the run's identity has expired.")
             return
         todo = (
             "Another run uses that address now, or the run was started anew: ask for a ticket of the run that is there."

@@ -59,10 +59,10 @@ class Basis:
 
     def of(self, deciding: Sequence[str]) -> str:
         """Return the value, of these offers alone if it is of offers."""
-        told = [self.by_offer[name] for name in deciding if name in self.by_offer]
-        if not (others := len(self.by_offer) - len(told)):
+        named = [self.by_offer[name] for name in deciding if name in self.by_offer]
+        if not (others := len(self.by_offer) - len(named)):
             return self.value
-        return ", ".join([*told, f"{counted(others, 'other' if told else 'offer')} (--json)"])
+        return ", ".join([*named, f"{counted(others, 'other' if named else 'offer')} (--json)"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class FirstPlan:
         Raises:
             UserError: a GPU, or the model's sizes, are not known.
         """
-        sampling, filled, told = self._config.sampling, list[Offer](), dict[str, str]()
+        sampling, filled, rates = self._config.sampling, list[Offer](), dict[str, str]()
         for offer in offers:
             if offer.form:
                 self._check_form(offer)
@@ -162,16 +162,16 @@ class FirstPlan:
                     rate = rollouts_per_second(self._work(offer.form), card, at_once)
                     offer = replace(offer, rollouts_per_second=rate)
                     in_form = f" in {offer.form}" if offer.form else ""
-                    told[offer.name] = f"{offer.name} {rate:.3g}/s with {at_once} at once{in_form}"
+                    rates[offer.name] = f"{offer.name} {rate:.3g}/s with {at_once} at once{in_form}"
             filled.append(offer)
-        if not told:
+        if not rates:
             return tuple(filled), []
         engines = self._work().engine + (" and the engines that round" if any(one.form for one in filled) else "")
         why = (
             f"estimated within a factor of {SPREAD:g} for {engines} ({self._told_length()}); `echo2 probe` "
             "measures them"
         )
-        return tuple(filled), [Basis("rates", ", ".join(told.values()), why, told)]
+        return tuple(filled), [Basis("rates", ", ".join(rates.values()), why, rates)]
 
     def _check_form(self, offer: Offer) -> None:
         """Raise UserError if the engines that round do not know the model."""

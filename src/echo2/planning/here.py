@@ -221,9 +221,9 @@ def forecast_on(
     )
     kind = WorkerKind(rate, config.workers.count, at_once, fixed_share=fixed_share)
     prediction = forecast(demand, [kind], config.run.max_steps, machine=machine)
-    told = [Basis("a worker's rate", f"{rate:.3g} rollouts/s", origin)]
+    more = [Basis("a worker's rate", f"{rate:.3g} rollouts/s", origin)]
     if taught:
-        told.append(Basis("the teacher's logprobs", duration(taught), "a forward pass in each step (time/teacher)"))
+        more.append(Basis("the teacher's logprobs", duration(taught), "a forward pass in each step (time/teacher)"))
     count = config.workers.count
     fleet = PlannedFleet(count, count, schedule.publish_every, schedule.max_staleness)
     kept = kept_and_sent(config, weights, fleet, lengths.answer)
@@ -236,7 +236,7 @@ def forecast_on(
         needs,
         lengths,
         processor,
-        (*basis, *told),
+        (*basis, *more),
         kept,
     )
 
@@ -269,12 +269,12 @@ def _lengths(
         seen = probed.lengths
         answer = (seen.answer + seen.preferred) / 2 if answer_tokens is None else answer_tokens
         trained = (seen.trained + seen.preferred_trained) / 2 * answer / ((seen.answer + seen.preferred) / 2)
-        told = (
+        source = (
             f"{seen.answer:.3g} tokens now and {seen.preferred:.3g} of those that training prefers; the learner runs "
             f"{seen.trained:.3g} and {seen.preferred_trained:.3g} of them"
         )
         lengths = Lengths(seen.prompt, answer, trained, max(seen.longest, answer))
-        return lengths, seen.flat, (Basis("answers", f"{answer:.3g} tokens", told),)
+        return lengths, seen.flat, (Basis("answers", f"{answer:.3g} tokens", source),)
     prompt, answer = _prompt_tokens(config), mean_answer(config, answer_tokens)
     origin = "--answer-tokens" if answer_tokens else f"half of sampling.max_tokens = {most}; `echo2 probe` measures"
     basis = (

@@ -90,14 +90,14 @@ def known_prices() -> tuple[list[Price], str]:
     """
     path, why = cache_path(), "--offers market asks for today's"
     try:
-        found, told = _read(path) if path.is_file() else [], str(path)
+        found, origin = _read(path) if path.is_file() else [], str(path)
     except UserError as error:
         found, why = [], str(error)
     if not found:
-        found, told = _read(SHIPPED), f"with echo2; {why}"
+        found, origin = _read(SHIPPED), f"with echo2; {why}"
     days = sorted({one.seen for one in found})
     seen = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return found, f"prices of {seen}, {told}"
+    return found, f"prices of {seen}, {origin}"
 
 
 def refresh() -> str:

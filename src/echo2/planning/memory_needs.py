@@ -74,9 +74,9 @@ def _check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
     if need.total <= need.available:
         return
     largest = sorted(need.parts.items(), key=lambda part: -part[1])[:3]
-    told = ", ".join(f"{name} {num_bytes / GB:.1f}" for name, num_bytes in largest)
+    parts = ", ".join(f"{name} {num_bytes / GB:.1f}" for name, num_bytes in largest)
     raise DoesNotFitError(
-        f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
+        f"{what} needs {need.total / GB:.1f} GB ({parts}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
         f"GB for it. {remedies}"
     )
 
@@ -242,8 +242,8 @@ def needs_table(needs: Needs) -> Table:
         table.add_row("", TURNS)
     table.add_row("worker", f"[bold]{size(worker.total)}[/bold]: {_by_part(worker)}")
     if stranger is not None and stranger.total > worker.total:
-        told = "has both old and new weights while rollouts began with the old ones; with less it waits for these"
-        table.add_row("stranger", f"[bold]{size(stranger.total)}[/bold]: it {told}")
+        why = "has both old and new weights while rollouts began with the old ones; with less it waits for these"
+        table.add_row("stranger", f"[bold]{size(stranger.total)}[/bold]: it {why}")
     return table
 
 

@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
         rests = {one.name: [one.value, one.origin] for one in found.sources}
         memory = needs_as_dict(found.needs) if found.needs else None
         rehearsed, left_open = rehearsal and rehearsal.to_dict(), found.open and asdict(found.open)
-        told = {"inputs": rests, "rehearsal": rehearsed, "memory": memory, "range": left_open}
-        print(json.dumps({**plan.to_dict(), **told, **(found.kept.to_dict() if found.kept else {})}))
+        more = {"inputs": rests, "rehearsal": rehearsed, "memory": memory, "range": left_open}
+        print(json.dumps({**plan.to_dict(), **more, **(found.kept.to_dict() if found.kept else {})}))
         return 0
     console = Console()
     show(found, config.learner.ranks, by_staleness(inputs), console)
@@ -112,8 +112,8 @@ def _with_way_out(options: argparse.Namespace, past: PastRun | None, error: User
 def _config_of(source: Path | None) -> Path:
     """Return the configuration of a run's directory. Raises UserError if there is none."""
     if source is None or not RunDir(source).config.is_file():
-        said = f"{source} has no config.json" if source else "No configuration was given"
-        raise UserError(f"{said}: name the run's configuration file, or --from DIR, a run's directory; or both.")
+        lack = f"{source} has no config.json" if source else "No configuration was given"
+        raise UserError(f"{lack}: name the run's configuration file, or --from DIR, a run's directory; or both.")
     return RunDir(source).config
 
 
@@ -165,8 +165,8 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     table.add_row("learner idle", f"{idle:.1%} once under way, {cold:.1%} with the cold start")
     if inputs.waits_for_rewards:
         rate = inputs.groups_per_step * inputs.group_size / inputs.train_seconds
-        told = f"your reward functions score {rate:.4g} rollouts/s at most, and more machines would not help:"
-        table.add_row("", f"[bold]{told}[/bold] make them faster, or `async def` where they wait for a service")
+        fact = f"your reward functions score {rate:.4g} rollouts/s at most, and more machines would not help:"
+        table.add_row("", f"[bold]{fact}[/bold] make them faster, or `async def` where they wait for a service")
     table.add_row(
         "rate", f"{plan.rate:.4g} rollouts/s, {plan.needed_rate:.4g} needed, {plan.rate / plan.needed_rate:.2f} x"
     )
@@ -181,8 +181,8 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
         table.add_row("once measured", told_range(found.open))
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
     checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
-    told = f"checks cost ${checks['checks_usd']:.2g} a step if they sample half of it; a cheat in every group is paid"
-    table.add_row("strangers", f"{told} ${checks['cheat_usd']:.2g} on average before it is found")
+    fact = f"checks cost ${checks['checks_usd']:.2g} a step if they sample half of it; a cheat in every group is paid"
+    table.add_row("strangers", f"{fact} ${checks['cheat_usd']:.2g} on average before it is found")
     table.add_row("set by", f"the pace by the {plan.binds}, the number of machines by the {plan.fleet_set_by}")
     console.print(table, highlight=False)
     if len(choices) > 1:

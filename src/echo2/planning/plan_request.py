@@ -102,8 +102,8 @@ def gather(
     delays = None
     if past is not None and past.delays and not is_bound:
         delays = ScoringDelays(past.delays)
-        told = f"{duration(delays.at(0.5))} after delivery, one of ten more than {duration(delays.at(LATE_SHARE))}"
-        sources.append(Basis("rewards known", told, f"{counted(len(past.delays), 'group')} of {options.source}"))
+        late = f"{duration(delays.at(0.5))} after delivery, one of ten more than {duration(delays.at(LATE_SHARE))}"
+        sources.append(Basis("rewards known", late, f"{counted(len(past.delays), 'group')} of {options.source}"))
     inputs = PlanInputs(
         delays=delays,
         groups_per_step=schedule.groups_per_step,
@@ -204,17 +204,17 @@ def _judge(
     size = config.sampling.group_size
     a_step = judge.num_requests(size) * config.schedule.groups_per_step
     paced = 60.0 * a_step / judge.requests_per_minute if judge.requests_per_minute else 0.0
-    told = [f"{a_step} requests a step", f"{duration(paced)} by requests_per_minute" if paced else ""]
+    need = [f"{a_step} requests a step", f"{duration(paced)} by requests_per_minute" if paced else ""]
     uncounted = ["tokens_per_minute"] if judge.tokens_per_minute else []
     if past is not None and past.judge_usd is not None:
         run_usd = past.judge_usd * config.run.max_steps
-        told.append(f"${past.judge_usd:.4g} a step and ${run_usd:.2f} for {config.run.max_steps} steps beside the bill")
+        need.append(f"${past.judge_usd:.4g} a step and ${run_usd:.2f} for {config.run.max_steps} steps beside the bill")
     elif any(judge.usd_per_mtok):
         uncounted.append("its dollars (a run with --from DIR has them)")
     if is_untimed:
         uncounted.append("how long it takes (--reward-seconds)")
     origin = f"not counted: {' and '.join(uncounted)}" if uncounted else f"{judge.model} at {judge.base_url}"
-    sources.append(Basis("judge", ", ".join(filter(None, told)), origin))
+    sources.append(Basis("judge", ", ".join(filter(None, need)), origin))
     return paced, judge.groups_at_once(size)
 
 
@@ -241,8 +241,8 @@ def _broadcast(
         least = past.broadcast_seconds
         sources.append(Basis("T_bcast, at least", duration(least), f"measured in {options.source}"))
     uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
-    told = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
-    sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", told))
+    source = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
+    sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", source))
     return replace(weights, head_up_bps=uplink * 1e6, at_least_seconds=least)
 
 

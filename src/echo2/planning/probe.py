@@ -86,8 +86,8 @@ def run(options: argparse.Namespace) -> int:
     engine, tokenizer = load_engine(config, config.model.path, slots)
     measured = measure_engine(config, engine, tokenizer, options.seconds, time.perf_counter)
     if options.json:
-        told = {"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, "engine": choice.name}
-        print(json.dumps({**told, **asdict(measured)}))
+        entry = {"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, "engine": choice.name}
+        print(json.dumps({**entry, **asdict(measured)}))
     else:
         print(f"# {choice}")
         print(as_offer(options.name, options.price_usd_per_hour, measured))

@@ -201,15 +201,15 @@ def _of_learner(config: Config, options: argparse.Namespace, shape: ModelShape) 
 
 def _learners(config: Config, options: argparse.Namespace) -> Iterator[tuple[dict[str, str], float | None]]:
     """Yield the memory of the learner's GPUs as they are, and of larger ones with their flags; None: this machine."""
-    told = options.learner_memory_gb or FirstPlan(config, options.learner, options.answer_tokens).learner_memory_gb
-    yield {}, told
+    memory_gb = options.learner_memory_gb or FirstPlan(config, options.learner, options.answer_tokens).learner_memory_gb
+    yield {}, memory_gb
     if options.learner and not options.learner_memory_gb:
         count = several(options.learner, "--learner")[0]
         for name, one in sorted(GPUS.items(), key=lambda item: item[1].memory_gb):
-            if one.memory_gb > (told or 0.0):
+            if one.memory_gb > (memory_gb or 0.0):
                 yield {"--learner": f"{count}x{name}"}, one.memory_gb
         return
-    begin = told or this_machine().memory_bytes / GB
+    begin = memory_gb or this_machine().memory_bytes / GB
     for factor in MEMORY_FACTORS:
         yield {"--learner-memory-gb": f"{begin * factor:.0f}"}, round(begin * factor)
 

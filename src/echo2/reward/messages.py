@@ -106,8 +106,8 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             found = _failed(error)
         return found | {"seconds": time.perf_counter() - began}
 
-    said = {"is_async": scorer.is_async, "takes_tokens": scorer.takes_tokens}
-    return (score_together if scorer.is_async else score), said
+    facts = {"is_async": scorer.is_async, "takes_tokens": scorer.takes_tokens}
+    return (score_together if scorer.is_async else score), facts
 
 
 def _scores(scored: Sequence[Rollout | RewardFailure]) -> dict[str, Any]:

@@ -121,9 +121,9 @@ class RewardProcesses:
         Raises:
             UserError: a function cannot be loaded; the message says which and why.
         """
-        said = await self._processes[0].start()
+        facts = await self._processes[0].start()
         if self._is_async is None:
-            self._is_async, self._takes_tokens = bool(said["is_async"]), bool(said["takes_tokens"])
+            self._is_async, self._takes_tokens = bool(facts["is_async"]), bool(facts["takes_tokens"])
             self._most = 1 if self._is_async else self._most
             for _ in range(GROUPS_TOGETHER if self._is_async else 1):
                 self._free.put_nowait(self._processes[0])

@@ -184,13 +184,13 @@ def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFai
 
 def _form(error: Exception, task: Task) -> str:
     """Return what completions look like, if the function seems to have taken them for the other form; else nothing."""
-    is_text, said = isinstance(task.prompt, str), str(error)
+    is_text, message = isinstance(task.prompt, str), str(error)
     if not isinstance(error, TypeError | AttributeError):
         return ""
     if is_text:
-        return " (prompts are texts, so each completion is a text)" if "string indices" in said else ""
+        return " (prompts are texts, so each completion is a text)" if "string indices" in message else ""
     example = 'completion[0]["content"] is its text'
-    return f" (prompts are chats, so each completion is a list of messages: {example})" if "list" in said else ""
+    return f" (prompts are chats, so each completion is a list of messages: {example})" if "list" in message else ""
 
 
 def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[_Result]:

@@ -91,8 +91,8 @@ class RecordedRollout:
         """
         self._refuse_if_over()
         row = self._row(prompt, bounds.is_trained)
-        said = prompt[len(row.tokens) :] if row.spoken.turns else array("i")
-        room = self._room(row, prompt, len(row.spoken.tokens) + len(said))
+        pending = prompt[len(row.tokens) :] if row.spoken.turns else array("i")
+        room = self._room(row, prompt, len(row.spoken.tokens) + len(pending))
         params = replace(self._assignment.params, max_tokens=min(room, bounds.max_tokens or room))
         try:
             outcome = await self._sampled(row, prompt, params, bounds)
@@ -104,7 +104,7 @@ class RecordedRollout:
             if bounds.is_heard is not None and not await bounds.is_heard():
                 raise CallRefused(409, "unheard", "the caller has gone")
             self._refuse_if_over()
-            row.spoken.pending = said
+            row.spoken.pending = pending
             row.spoken.take(outcome)
         finally:
             row.is_asking = False

@@ -52,11 +52,11 @@ class Telling:
         Raises:
             UserError: the tokenizer changes the beginning of a text when more tokens follow.
         """
-        said = "".join(self._said)
-        if not content.startswith(said):
-            detail = f"{content[:80]!r} does not begin with {said[:80]!r}, which was sent"
+        sent = "".join(self._said)
+        if not content.startswith(sent):
+            detail = f"{content[:80]!r} does not begin with {sent[:80]!r}, which was sent"
             raise UserError(f"This model's tokenizer rewrites text, so call without `stream`: {detail}.")
-        self._say(content[len(said) :])
+        self._say(content[len(sent) :])
 
     def _say(self, text: str) -> None:
         if text:

@@ -291,13 +291,13 @@ class Comparison:
 
 def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, reading: Reading) -> Comparison:
     """Compare what the worker reported with the prefill of a reading."""
-    said = np.frombuffer(rollout.logprobs, dtype=np.float32).astype(np.float64)[reading.places]
+    claimed = np.frombuffer(rollout.logprobs, dtype=np.float32).astype(np.float64)[reading.places]
     numbers, at = numbers_T[reading.places], reading.places - reading.request.first
     return Comparison(
         np.maximum(0.0, np.maximum(found.low[at] - numbers, numbers - found.high[at])),
         found.support_errors[at],
-        np.abs(said - found.logprobs[at]),
-        np.abs(np.exp(said) - np.exp(found.logprobs[at])),
+        np.abs(claimed - found.logprobs[at]),
+        np.abs(np.exp(claimed) - np.exp(found.logprobs[at])),
         (-found.logprobs - found.entropies)[at],
         found.variances[at],
     )

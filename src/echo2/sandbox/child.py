@@ -45,11 +45,11 @@ def main() -> None:
     threading.Thread(target=pipes.receive, args=(inbox, requests), daemon=True, name="frames").start()
     setup = requests.get()
     try:
-        handler, said = _handler(sys.argv[1], setup)
+        handler, facts = _handler(sys.argv[1], setup)
     except UserError as error:
         _send(outbox, setup, failed(error))
         return
-    _send(outbox, setup, said)
+    _send(outbox, setup, facts)
     if inspect.iscoroutinefunction(handler):
         asyncio.run(_serve_together(handler, requests, outbox))
     while True:

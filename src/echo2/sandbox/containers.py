@@ -99,13 +99,13 @@ class ImageContainer:
         where = ["--workdir", self._directory] if self._directory else []
         program = (self._program, "exec", *where, *given, self._name, "sh", "-c", script, nonce, command)
         output_bytes = self._limits.output_bytes + len(nonce) + 1
-        status, said, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
+        status, output, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
         if not stopped and main.status is not None:
             format_ = "{{.State.OOMKilled}}"
             if "true" not in await must(self._program, "inspect", "--format", format_, self._name):
                 raise ContainerFault(f"{self._program}'s container died during a command (status {main.status}).")
             stopped = "memory"
-        return outcome(nonce, status, said, stopped, self._program)
+        return outcome(nonce, status, output, stopped, self._program)
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         await self._started()
@@ -129,10 +129,10 @@ class ImageContainer:
             self._main = ChildProcess(("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *words), has_pipes=True)
             stream, self._lifeline = await self._main.streams()
             async with asyncio.timeout(START_SECONDS):
-                said = await stream.readline()
-                if said != b"up\n":
-                    said += await stream.read(2000)
-                    raise OSError(said.decode(errors="replace"))
+                output = await stream.readline()
+                if output != b"up\n":
+                    output += await stream.read(2000)
+                    raise OSError(output.decode(errors="replace"))
         except (OSError, TimeoutError) as error:
             raise ContainerFault(
                 f"{self._program} does not start {self.image}: {str(error) or 'it took too long'}"
@@ -185,8 +185,8 @@ def _unasked(name: str) -> str:
     """Why a runtime must be asked for."""
     if name != "landlock" or os.getuid() == 0:
         return ""
-    told = "as no root its commands can change modes and times of all files of this user"
-    return f"{told}; {VARIABLE}=landlock takes it all the same"
+    reason = "as no root its commands can change modes and times of all files of this user"
+    return f"{reason}; {VARIABLE}=landlock takes it all the same"
 
 
 def _unusable(name: str) -> str:
@@ -237,8 +237,8 @@ class Containers:
         if limits.has_network:
             raise ContainerFault(f"The task needs a network, and {self.runtime} has only this machine's own.")
         if below := [name for name in FOLDERS if image.directory.startswith(f"/{name}/")]:
-            told = f"The task's directory {image.directory} is below /{below[0]}, which {self.runtime} cannot do."
-            raise ContainerFault(f"{told} Install podman.")
+            problem = f"The task's directory {image.directory} is below /{below[0]}, which {self.runtime} cannot do."
+            raise ContainerFault(f"{problem} Install podman.")
         await self._tidy()
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         if os.getuid() == 0:

@@ -99,7 +99,7 @@ class FolderContainer:
         program, environment = build(given, ("/bin/sh", "-c", script, nonce, command))
         output_bytes = self._limits.output_bytes + len(nonce) + 1
         call = Program(program, seconds, output_bytes, environment, self._over, self._stored)
-        status, said, stopped = await call.run()
+        status, output, stopped = await call.run()
         if not stopped:
             stopped = await asyncio.to_thread(self._stored)
         if stopped == DISK:
@@ -107,7 +107,7 @@ class FolderContainer:
         self._has_room = stopped != STORAGE
         if status < 0 and not stopped:
             raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
-        return outcome(nonce, status, said, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
+        return outcome(nonce, status, output, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         target = self.folder / place.strip("/")

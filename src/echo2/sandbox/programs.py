@@ -158,17 +158,17 @@ def _kill(pid: int) -> None:
 
 async def must(*program: str, seconds: float = START_SECONDS) -> str:
     """Run a program of the machine. Return what it printed. Raises ContainerFault: it failed, or took too long."""
-    status, said, stopped = await Program(program, seconds).run()
+    status, output, stopped = await Program(program, seconds).run()
     if status or stopped:
-        failed = f"failed with status {status}: {said.strip()[-1500:]}"
+        failed = f"failed with status {status}: {output.strip()[-1500:]}"
         reason = f"took longer than {seconds:g} s" if stopped else failed
         raise ContainerFault(f"`{' '.join(program[:3])}` {reason}")
-    return said
+    return output
 
 
-def outcome(nonce: str, status: int, said: str, stopped: str, what: str) -> Ran:
+def outcome(nonce: str, status: int, printed: str, stopped: str, what: str) -> Ran:
     """Read what a wrapped command printed. Raises ContainerFault: it was never begun."""
-    line, _, output = said.partition("\n")
+    line, _, output = printed.partition("\n")
     if line != nonce and not stopped:
-        raise ContainerFault(f"{what} does not run commands (status {status}): {said.strip()[-1500:]}")
+        raise ContainerFault(f"{what} does not run commands (status {status}): {printed.strip()[-1500:]}")
     return Ran(128 - status if status < 0 else status, output, stopped)

@@ -136,8 +136,8 @@ class LocalEnvironment:
         self._rollouts.pop(rollout, None)
 
     def _failure(self, did: str, error: Exception) -> UserError:
-        said = str(error) if isinstance(error, UserError) else innermost_line(error)
-        return UserError(f"The environment {self._spec} {did}: {said}")
+        problem = str(error) if isinstance(error, UserError) else innermost_line(error)
+        return UserError(f"The environment {self._spec} {did}: {problem}")
 
     def _checked(self, answer: Any) -> Reply:
         if not isinstance(answer, tuple | list) or len(answer) != 3:
@@ -203,9 +203,9 @@ class EnvironmentProcess:
             UserError: the environment cannot be loaded; the message says why.
         """
         self._check_open()
-        said = await self._pool.members[0].process.start()
-        self._is_async = bool(said["is_async"])
-        return str(said["stop"])
+        facts = await self._pool.members[0].process.start()
+        self._is_async = bool(facts["is_async"])
+        return str(facts["stop"])
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> RolloutHandle:
         """Return a new rollout. Its instance is created at its first call."""
@@ -343,21 +343,21 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         began, cpu_seconds = time.perf_counter(), _cpu_seconds()
         if "begin" in request:
             number = environment.begin(request["begin"], request["seed"])
-            said = {"number": number, "turn_tokens": environment.turn_tokens(number)}
+            facts = {"number": number, "turn_tokens": environment.turn_tokens(number)}
         elif "step" in request:
-            said = asdict(environment.step(request["step"], request["action"]))
+            facts = asdict(environment.step(request["step"], request["action"]))
         else:
             environment.end(request["end"])
-            said = {}
-        return said | {"seconds": time.perf_counter() - began, "cpu_seconds": _cpu_seconds() - cpu_seconds}
+            facts = {}
+        return facts | {"seconds": time.perf_counter() - began, "cpu_seconds": _cpu_seconds() - cpu_seconds}
 
     async def answer_later(request: dict[str, Any]) -> dict[str, Any]:
         if "step" in request:
             return asdict(await environment.step_async(request["step"], request["action"], setup["call_seconds"]))
         return answer(request)
 
-    said = {"stop": environment.stop, "is_async": environment.is_async}
-    return answer_later if environment.is_async else answer, said
+    facts = {"stop": environment.stop, "is_async": environment.is_async}
+    return answer_later if environment.is_async else answer, facts
 
 
 def _cpu_seconds() -> float:

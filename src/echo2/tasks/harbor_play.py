@@ -190,12 +190,12 @@ async def _converse(
         if not commands:
             return
         for number, command in enumerate(commands):
-            said = "The tool is bash, with the argument command." if command is None else ""
+            content = "The tool is bash, with the argument command." if command is None else ""
             if command is not None:
                 async with running:
-                    said = told(await container.run(command, COMMAND_SECONDS, task.variables))
+                    content = told(await container.run(command, COMMAND_SECONDS, task.variables))
             role = {"role": "tool", "tool_call_id": calls[number]["id"]} if calls else {"role": "user"}
-            talk.append({**role, "content": said})
+            talk.append({**role, "content": content})
 
 
 def _command(function: Mapping[str, Any]) -> str | None:
@@ -225,9 +225,9 @@ async def _reward(container: Container, task: HarborTask, tests: Files, running:
         given = {**OF_TESTS, **task.variables, **task.tests_variables}
         command = f'BASH_ENV="${ROOT}/tests/{ALONE}" bash "${ROOT}/tests/test.sh"'
         ran = await container.run(command, task.tests_seconds, given)
-        told = [await container.run(READ_REWARD.format(name), COMMAND_SECONDS) for name in REWARDS]
+        rewards = [await container.run(READ_REWARD.format(name), COMMAND_SECONDS) for name in REWARDS]
     found, why = [], ""
-    for one in told:
+    for one in rewards:
         try:
             found.append(reward_in(one.output))
         except ValueError as error:

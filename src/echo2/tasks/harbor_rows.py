@@ -115,14 +115,14 @@ def read_task(folder: Path) -> dict[str, Any]:
     """
     files = _files(folder)
     try:
-        said = parse_toml(files[TASK_FILE][0].decode())
+        content = parse_toml(files[TASK_FILE][0].decode())
         instruction = files[INSTRUCTION][0].decode()
         files[f"{TESTS}/test.sh"]
     except KeyError as error:
         raise UserError(f"{folder} has no {error.args[0]}, which a Harbor task needs.") from error
     except ValueError as error:  # TOML's and UTF-8's
         raise UserError(f"{folder} cannot be read: {error}.") from error
-    task = _task(folder, said)
+    task = _task(folder, content)
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if f"{ENVIRONMENT}/{name}" in files:
             raise UserError(f"{folder} has {ENVIRONMENT}/{name}: tasks of several containers are not supported.")
@@ -198,13 +198,13 @@ def _plain_file(path: Path, room: int) -> tuple[bytes, bool]:
     return data, bool(mode & stat.S_IXUSR)
 
 
-def _task(folder: Path, said: Mapping[str, Any]) -> HarborTask:
-    parts = {name: said.get(name, {}) for name in (ENVIRONMENT, "agent", "verifier")}
+def _task(folder: Path, content: Mapping[str, Any]) -> HarborTask:
+    parts = {name: content.get(name, {}) for name in (ENVIRONMENT, "agent", "verifier")}
     if wrong := [name for name, part in parts.items() if not isinstance(part, Mapping)]:
         raise UserError(f"{folder}/{TASK_FILE}: {wrong[0]} = {shown(parts[wrong[0]])} is not a table.")
     for name, why in REFUSED.items():
         table, _, key = name.rpartition(".")
-        if (parts[table] if table else said).get(key):
+        if (parts[table] if table else content).get(key):
             raise UserError(f"{folder}/{TASK_FILE} has {name}: {why} are not supported.")
     environment, agent, verifier = parts.values()
     modes = [part.get("network_mode", "no-network") for part in parts.values()]
@@ -259,8 +259,8 @@ def _directory(path: Any) -> str:
     return str(path)
 
 
-def _variables(said: Mapping[str, Any]) -> dict[str, str]:
-    for name, value in said.items():
+def _variables(table: Mapping[str, Any]) -> dict[str, str]:
+    for name, value in table.items():
         if not isinstance(value, str) or "${" in value or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ValueError(f"env.{name} = {shown(value)} must be text that names no variable of the machine")
-    return dict(said)
+    return dict(table)

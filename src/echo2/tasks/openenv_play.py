@@ -29,8 +29,8 @@ def make_play(base_url: str) -> Play:
         total = 0.0
         async with GenericEnvClient(base_url=base_url) as client:
             result = await client.reset(**columns.get("reset", {}))
-            said = str(columns.get("prompt_text", "")) + _words(result.observation, columns)
-            talk: list[dict[str, Any]] = [{"role": "user", "content": said}]
+            prompt = str(columns.get("prompt_text", "")) + _words(result.observation, columns)
+            talk: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
             while not result.done:
                 try:
                     message = await model.chat(talk)

@@ -76,5 +76,5 @@ def check_teaching(config: Config, tasks: TaskSource, source: str, num_rows: int
     if problems and len(problems) == num_rows:
         raise UserError(f"{problems[0]} The same is true of all rows of {source} that were read.")
     if problems:
-        told = f"{len(problems)} of {num_rows} rows of {source} can't be taught, and their groups will fail"
-        print(f"warning: {told}: {problems[0]}", file=sys.stderr)
+        problem = f"{len(problems)} of {num_rows} rows of {source} can't be taught, and their groups will fail"
+        print(f"warning: {problem}: {problems[0]}", file=sys.stderr)

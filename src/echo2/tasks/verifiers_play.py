@@ -117,8 +117,8 @@ def rows(taskset: Mapping[str, Any], agent: str, most: int) -> Iterator[dict[str
     """Yield the taskset's first `most` tasks as rows of a task source. `taskset`: its `id` and configuration."""
     env = load_env(taskset)
     for task, _ in zip(env.taskset.load(), range(most), strict=False):
-        said = {"taskset": dict(taskset), "agent": agent, "data": task.data.model_dump(mode="json")}
-        yield {"prompt": task.data.prompt_text or NO_PROMPT, COLUMN: said}
+        row = {"taskset": dict(taskset), "agent": agent, "data": task.data.model_dump(mode="json")}
+        yield {"prompt": task.data.prompt_text or NO_PROMPT, COLUMN: row}
 
 
 def load_env(taskset: Mapping[str, Any]) -> Any:

@@ -68,8 +68,8 @@ def _asked(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     except PeerError as error:
         raise UserError(f"The taskset {request['taskset']} gave no rows: {error}") from error
     if "rows" not in answer:
-        said = answer.get("failed") or done.stderr.decode(errors="replace").strip()[-ERROR_CHARS:]
-        raise UserError(f"The taskset {request['taskset']} gave no rows: {said}")
+        problem = answer.get("failed") or done.stderr.decode(errors="replace").strip()[-ERROR_CHARS:]
+        raise UserError(f"The taskset {request['taskset']} gave no rows: {problem}")
     rows: list[dict[str, Any]] = answer["rows"]
     return rows
 

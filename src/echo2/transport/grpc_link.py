@@ -164,8 +164,8 @@ class GrpcLink:
 
 
 def _unreached(address: str, why: str) -> LinkError:
-    told = grpc_options.note(split(address)[0])
-    return LinkError(f"{address} does not answer: {why}" + (f". {told}" if told else ""))
+    note = grpc_options.note(split(address)[0])
+    return LinkError(f"{address} does not answer: {why}" + (f". {note}" if note else ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,12 +85,12 @@ def note(host: str) -> str:
     found = next((name for name in (VARIABLE, *OTHERS) if os.environ.get(name)), "")
     if not found:
         return ""
-    told = f"{found} is set, and was not used:"
+    beginning = f"{found} is set, and was not used:"
     if addresses.is_private(host):
-        return f"{told} private addresses are called directly."
+        return f"{beginning} private addresses are called directly."
     if found == VARIABLE:
-        return f"{told} no_proxy excepts {host}."
-    return f"{told} if only that proxy leads to {host}, set {VARIABLE} to it."
+        return f"{beginning} no_proxy excepts {host}."
+    return f"{beginning} if only that proxy leads to {host}, set {VARIABLE} to it."
 
 
 def _is_excepted(host: str) -> bool:

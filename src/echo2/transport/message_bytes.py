@@ -1,4 +1,4 @@
-"""Messages whose bytes are read and written by hand: chunks, the learner's logprobs.
+"""Messages whose bytes are read and written by hand: chunks, groups that are fed, the learner's logprobs.
 
 A chunk (`wire.Chunk`) is read and written without a copy of its data: a relay hashes, stores and forwards the bytes of
 the same message. Only one encoding is accepted: protobuf's, with `hash` before `data`. No hash and no data: the sender
@@ -20,6 +20,7 @@ ALIVE = b""
 
 _HASH = bytes((0x0A, HASH_BYTES))  # field 1, bytes, of this length
 _DATA = 0x12  # field 2, bytes
+_GROUPS = 0x0A  # field 1, a message
 _LENGTH_BYTES_MAX = 5
 LearnerLogprobs = Mapping[int, "Sequence[array[float]]"]
 """By group number, for each rollout the logprobs 'f' of its first tokens."""
@@ -27,12 +28,23 @@ LearnerLogprobs = Mapping[int, "Sequence[array[float]]"]
 
 def pack(hash_: bytes, data: bytes | memoryview) -> bytes:
     """Encode the message of one chunk."""
-    size, length = len(data), bytearray()
+    return b"".join((_HASH, hash_, _head(_DATA, len(data)), data))
+
+
+def fed_group(parts: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Return the pieces of a `FedGroups` message with one group, whose encoded parts these are. Pieces of several
+    groups, joined, are one message."""
+    return _head(_GROUPS, sum(map(len, parts))), *parts
+
+
+def _head(tag: int, size: int) -> bytes:
+    """Encode what stands before a field of this length."""
+    head = bytearray((tag,))
     while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
+        head.append(size & 0x7F | 0x80)
         size >>= 7
-    length.append(size)
-    return b"".join((_HASH, hash_, bytes((_DATA,)), length, data))
+    head.append(size)
+    return bytes(head)
 
 
 def pack_missing(hash_: bytes) -> bytes:

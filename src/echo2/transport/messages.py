@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from echo2.core.errors import PeerError
 from echo2.core.types import (
@@ -33,6 +32,7 @@ from echo2.core.types import (
 )
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import parse
 from echo2.transport.regroup import samples_of
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
@@ -112,20 +112,20 @@ def _encode_rollout(rollout: Rollout) -> wire.Rollout:
     return message
 
 
-def parse_group(data: bytes) -> RolloutGroup:
-    """Parse a group from the bytes that the head stores and feeds to the learner. The head checked its contents at
-    delivery; they are not checked again.
+def parse_group(data: bytes | wire.RolloutGroup) -> RolloutGroup:
+    """Parse a group that the head stored, or fed to the learner. The head checked its contents at delivery; they are
+    not checked again.
 
     Raises:
-        PeerError: "malformed": the bytes are not a group.
+        PeerError: "malformed": it is not a group.
     """
+    message: wire.RolloutGroup = parse(wire.RolloutGroup, data) if isinstance(data, bytes) else data
     try:
-        message = wire.RolloutGroup.FromString(data)
         scores = message.scores or [None] * len(message.rollouts)
         rollouts = tuple(_rollout(*pair) for pair in zip(message.rollouts, scores, strict=True))
         prompt, teacher_prompt = array("i", message.prompt_tokens), array("i", message.teacher_prompt)
-    except (DecodeError, ValueError) as error:
-        raise PeerError("malformed", f"{len(data)} bytes are not a rollout group: {error}") from error
+    except ValueError as error:
+        raise PeerError("malformed", f"group {message.number} is no rollout group: {error}") from error
     return RolloutGroup(
         group=group_ref(message),
         step=message.step,
@@ -178,14 +178,15 @@ def decode_delivery(
     message.DiscardUnknownFields()
     lost, samples = samples_of(message, lease)
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is not a duration")
-    check_rollouts(message.rollouts)
+    rollouts = tuple(map(_received, message.rollouts))
+    check_rollouts(rollouts)
     return RolloutGroup(
         group=group_ref(message),
         step=lease.step,
         lineage=whole_number("lineage", message.lineage),
         cursor=lease.cursor,
         prompt_tokens=prompt_tokens,
-        rollouts=tuple(map(_rollout, message.rollouts)),
+        rollouts=rollouts,
         worker_id=worker_id,
         generate_seconds=min(message.generate_seconds, seconds_max),
         routes=message.routes,
@@ -243,15 +244,14 @@ def check_support(group: RolloutGroup, params: SamplingParams, vocab_size: int) 
 
 def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
     """Raises PeerError("malformed") if a token is outside the learner's vocabulary: it would break a training step."""
-    of_rollouts = (tokens for one in group.rollouts for tokens in (one.tokens, one.support_tokens) if tokens)
-    largest = np.frombuffer(b"".join((group.prompt_tokens, *of_rollouts)), dtype=np.int32).max()
+    of_rollouts = [tokens for one in group.rollouts for tokens in (one.tokens, one.support_tokens)]
+    largest = max(np.frombuffer(tokens, np.int32).max() for tokens in (group.prompt_tokens, *of_rollouts) if tokens)
     if largest >= vocab_size:
         raise PeerError("malformed", f"token {largest} is outside the vocabulary of {vocab_size}")
 
 
 def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
     """Convert a rollout that has been checked."""
-    has_support = message.HasField("support_tokens")
     return Rollout(
         tokens=array("i", message.tokens),
         logprobs=array("f", message.logprobs),
@@ -260,32 +260,39 @@ def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
         finish=cast(FinishReason, message.finish),
         reward=None if score is None else score.reward,
         reward_parts=dict((message if score is None else score).reward_parts),
-        support_tokens=array("i", message.support_tokens) if has_support else None,
-        support_offsets=array("i", message.support_offsets) if has_support else None,
+        support_tokens=array("i", message.support_tokens) if message.HasField("support_tokens") else None,
+        support_offsets=array("i", message.support_offsets) if message.HasField("support_offsets") else None,
     )
 
 
-def check_rollouts(messages: Sequence[wire.Rollout]) -> None:
-    """Check rollouts from a worker, or from a log. Conditions on single tokens are checked for all rollouts at once.
+def _received(message: wire.Rollout) -> Rollout:
+    """Convert a rollout that is still to be checked (`check_rollouts`), unless that would take much memory."""
+    if len(message.version_spans) > limits.VERSION_SPANS_MAX:
+        detail = f"{len(message.version_spans)} version spans; the limit is {limits.VERSION_SPANS_MAX}"
+        raise PeerError("oversized", detail)
+    _require(not message.reward_parts, "a rollout with rewards, which are the head's to say")
+    try:
+        return _rollout(message)
+    except ValueError as error:
+        raise PeerError("malformed", f"a rollout with numbers that are not whole: {error}") from error
+
+
+def check_rollouts(rollouts: Sequence[Rollout]) -> None:
+    """Check rollouts from a worker, or from a log. Conditions on single logprobs are checked for all rollouts at once.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
-    masks = [message.loss_mask for message in messages]
-    tokens, logprobs = [message.tokens for message in messages], [message.logprobs for message in messages]
-    for message, token_data, logprob_data, mask in zip(messages, tokens, logprobs, masks, strict=True):
-        length = len(mask)
-        _bound_entries("tokens", token_data)
-        if not length or 4 * length != len(token_data) or 4 * length != len(logprob_data):
-            told = f"{len(token_data)} bytes of tokens, {len(logprob_data)} of logprobs, {length} of its mask"
-            raise PeerError("malformed", f"a rollout with {told}")
-        _require(message.finish in ("stop", "length"), "finish is neither stop nor length")
-        _require(not message.reward_parts, "a rollout with rewards, which are the head's to say")
-        _check_spans(message.version_spans, length)
-        if message.HasField("support_tokens") or message.HasField("support_offsets"):
-            _check_support(message)
-    _check_tokens("tokens", b"".join(tokens))
-    _check_logprobs(b"".join(logprobs), b"".join(masks))
+    for rollout in rollouts:
+        length = len(rollout.loss_mask)
+        _check_tokens("tokens", rollout.tokens)
+        if not length or length != len(rollout.tokens) or length != len(rollout.logprobs):
+            counts = f"{len(rollout.tokens)} tokens, {len(rollout.logprobs)} logprobs, {length} bytes of its mask"
+            raise PeerError("malformed", f"a rollout with {counts}")
+        _require(rollout.finish in ("stop", "length"), "finish is neither stop nor length")
+        _check_spans(rollout.version_spans, length)
+        _check_support(rollout)
+    _check_logprobs(b"".join(one.logprobs for one in rollouts), b"".join(one.loss_mask for one in rollouts))
 
 
 def _check_logprobs(data: bytes, mask: bytes) -> None:
@@ -300,29 +307,30 @@ def _check_logprobs(data: bytes, mask: bytes) -> None:
         _require(not values[unsampled].any(), "a token that was not sampled has a logprob")
 
 
-def _check_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> None:
-    if len(spans) > limits.VERSION_SPANS_MAX:
-        raise PeerError("oversized", f"{len(spans)} version spans; the limit is {limits.VERSION_SPANS_MAX}")
-    _require(bool(spans) and spans[0].start == 0, "version spans do not begin at the first token")
-    last, version = -1, -1
-    for span in spans:
-        _require(last < span.start < num_tokens, "version spans do not ascend within the rollout")
-        _require(span.version <= limits.NUMBER_MAX, "a version span's version is out of range")
-        _require(version < span.version, "a version span's version is not above the one before it")
-        last, version = span.start, span.version
+def _check_spans(spans: Sequence[tuple[int, int]], num_tokens: int) -> None:
+    _require(bool(spans) and spans[0][0] == 0, "version spans do not begin at the first token")
+    last, before = -1, -1
+    for start, version in spans:
+        _require(last < start < num_tokens, "version spans do not ascend within the rollout")
+        _require(version <= limits.NUMBER_MAX, "a version span's version is out of range")
+        _require(before < version, "a version span's version is not above the one before it")
+        last, before = start, version
 
 
-def _check_support(message: wire.Rollout) -> None:
-    has = message.HasField("support_tokens"), message.HasField("support_offsets")
-    _require(has[0] == has[1], "support tokens without offsets, or offsets without tokens")
-    tokens = _token_ids("support_tokens", message.support_tokens, limits.MESSAGE_BYTES_MAX // 4)
-    offsets = _token_ids("support_offsets", message.support_offsets, limits.TOKENS_MAX + 1)
-    drawn = np.frombuffer(message.tokens, dtype="<i4")
+def _check_support(rollout: Rollout) -> None:
+    tokens, offsets = rollout.support_tokens, rollout.support_offsets
+    if tokens is None and offsets is None:
+        return
+    if tokens is None or offsets is None:
+        raise PeerError("malformed", "support tokens without offsets, or offsets without tokens")
+    _check_tokens("support_tokens", tokens, limits.MESSAGE_BYTES_MAX // 4)
+    _check_tokens("support_offsets", offsets, limits.TOKENS_MAX + 1)
+    drawn = np.frombuffer(rollout.tokens, dtype=np.int32)
     _require(len(offsets) == len(drawn) + 1, f"{len(offsets)} support offsets for {len(drawn)} tokens")
     widths = np.diff(np.frombuffer(offsets, dtype=np.int32)).astype(np.int32)
     _require(offsets[0] == 0 and offsets[-1] == len(tokens), "support offsets do not span the support tokens")
     _require(bool((widths >= 0).all()), "support offsets descend")
-    sampled = np.frombuffer(message.loss_mask, dtype=np.uint8) == 1
+    sampled = np.frombuffer(rollout.loss_mask, dtype=np.uint8) == 1
     drawn_from = np.repeat(np.arange(len(drawn)), widths)
     hits = np.frombuffer(tokens, dtype=np.int32) == drawn[drawn_from]
     is_supported = np.zeros(len(drawn), dtype=bool)
@@ -464,17 +472,13 @@ def _kind(text: str) -> GroupKind:
     return cast(Literal["train", "eval"], text)
 
 
-def _token_ids(what: str, data: bytes, most: int = limits.TOKENS_MAX) -> array[int]:
-    _bound_entries(what, data, most)
-    _check_tokens(what, data)
-    return array("i", data)
-
-
-def _bound_entries(what: str, data: bytes, most: int = limits.TOKENS_MAX) -> None:
+def _token_ids(what: str, data: bytes) -> array[int]:
     _require(len(data) % 4 == 0, f"{what}: {len(data)} bytes are not whole 32-bit integers")
-    if len(data) // 4 > most:
-        raise PeerError("oversized", f"{what}: {len(data) // 4} entries; the limit is {most}")
+    _check_tokens(what, found := array("i", data))
+    return found
 
 
-def _check_tokens(what: str, data: bytes) -> None:
-    _require(bool((np.frombuffer(data, dtype="<i4") >= 0).all()), f"{what}: a negative entry")
+def _check_tokens(what: str, tokens: array[int], most: int = limits.TOKENS_MAX) -> None:
+    if len(tokens) > most:
+        raise PeerError("oversized", f"{what}: {len(tokens)} entries; the limit is {most}")
+    _require(np.frombuffer(tokens, dtype=np.int32).min(initial=0) == 0, f"{what}: a negative entry")

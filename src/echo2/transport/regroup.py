@@ -33,11 +33,11 @@ def samples_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout,
     left, num_rows = sorted(set(leased) - set(lost)), len(message.rollouts)
     rows = message.rows or [1] * num_rows
     if len(rows) != len(left):
-        told = f"{len(rows)}{f', and {len(lost)} lost' if lost else ''}"
-        raise PeerError("malformed", f"leased {lease.num_samples} rollouts, got {told}")
+        got = f"{len(rows)}{f', and {len(lost)} lost' if lost else ''}"
+        raise PeerError("malformed", f"leased {lease.num_samples} rollouts, got {got}")
     if sum(rows) != num_rows or min(rows) < 1 or max(rows) > limits.ROWS_MAX:
-        told = f"rollouts of {list(rows[:10])} rows; {num_rows} rows are there, {limits.ROWS_MAX} may be"
-        raise PeerError("malformed", told)
+        problem = f"rollouts of {list(rows[:10])} rows; {num_rows} rows are there, {limits.ROWS_MAX} may be"
+        raise PeerError("malformed", problem)
     lengths = iter([len(row.loss_mask) for row in message.rollouts])
     if (longest := max(sum(islice(lengths, count)) for count in rows)) > limits.TOKENS_MAX:
         raise PeerError("oversized", f"the rows of a rollout have {longest} tokens; the limit is {limits.TOKENS_MAX}")
@@ -66,8 +66,8 @@ def joined(kept: RolloutGroup, new: RolloutGroup) -> RolloutGroup:
         PeerError: as `without`.
     """
     before, after = unpacked(kept), unpacked(new)
-    told = [(part.prompt_tokens, row) for part in (before, after) for row in part.rollouts]
-    prompt, rollouts = with_one_prompt(told)
+    pairs = [(part.prompt_tokens, row) for part in (before, after) for row in part.rollouts]
+    prompt, rollouts = with_one_prompt(pairs)
     if kept.lineage != new.lineage or not prompt:
         return new
     whole = replace(
@@ -117,16 +117,16 @@ def _as_one(rows: Sequence[Rollout]) -> Rollout:
     )
 
 
-def with_one_prompt(told: Sequence[tuple[array[int], Rollout]]) -> tuple[array[int], list[Rollout]]:
+def with_one_prompt(pairs: Sequence[tuple[array[int], Rollout]]) -> tuple[array[int], list[Rollout]]:
     """Return what all of these prompts begin with, and the rollouts with the rest of their prompts in front, which is
     masked out of the loss."""
-    first, *others = (prompt for prompt, _ in told)
+    first, *others = (prompt for prompt, _ in pairs)
     length = len(first)
     for prompt in others:
         length = min(length, len(prompt))
         if prompt[:length] != first[:length]:
             length = next(i for i in range(length) if prompt[i] != first[i])
-    return first[:length], [_behind(prompt[length:], rollout) for prompt, rollout in told]
+    return first[:length], [_behind(prompt[length:], rollout) for prompt, rollout in pairs]
 
 
 def _behind(rest: array[int], rollout: Rollout) -> Rollout:

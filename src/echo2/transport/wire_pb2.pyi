@@ -606,9 +606,9 @@ class FedGroups(_message.Message):
     __slots__ = ("groups", "done")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    groups: _containers.RepeatedScalarFieldContainer[bytes]
+    groups: _containers.RepeatedCompositeFieldContainer[RolloutGroup]
     done: StepDone
-    def __init__(self, groups: _Optional[_Iterable[bytes]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
+    def __init__(self, groups: _Optional[_Iterable[_Union[RolloutGroup, _Mapping]]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
 
 class StepDone(_message.Message):
     __slots__ = ("cursor", "stop", "reason", "publish_every")

@@ -110,8 +110,8 @@ def pack(rundir: RunDir, to: Path, machine: object, environment: Mapping[str, st
 def _contents(rundir: RunDir, machine: object) -> Iterator[tuple[str, str]]:
     yield "machine.json", json.dumps(machine, indent=1)
     for path in (rundir.config, rundir.status, rundir.outcome, rundir.summary, rundir.processes):
-        if (told := read_json(path)) is not None:
-            yield path.name, json.dumps(_harmless(told), indent=1)
+        if (document := read_json(path)) is not None:
+            yield path.name, json.dumps(_harmless(document), indent=1)
     if rundir.ledger.is_file():
         yield "audit.json", json.dumps(audit(rundir.ledger).to_dict(), indent=1)
     yield rundir.metrics.name, "\n".join(json.dumps(_numbers(row)) for row in _newest_rows(rundir.metrics))
@@ -145,8 +145,8 @@ def _harmless(value: Any) -> Any:
 
 def _without_secrets(text: str, environment: Mapping[str, str]) -> str:
     text = _CREDENTIALS.sub("://(credentials)@", _TICKET.sub(f"{TICKET_PREFIX}(a ticket)", text))
-    for name, told in environment.items():
-        value = told.strip()  # a file's last line break may be a part of it, and is none of what uses it
+    for name, content in environment.items():
+        value = content.strip()  # a file's last line break may be a part of it, and is none of what uses it
         if _SECRET_NAME.search(name) and len(value) >= SECRET_CHARS_MIN:
             text = text.replace(value, f"(${name})").replace(json.dumps(value)[1:-1], f"(${name})")
     return text.replace(str(Path.home()), "~") if len(str(Path.home())) > 1 else text

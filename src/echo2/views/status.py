@@ -172,7 +172,7 @@ def show_trust(found: list[dict[str, Any]], console: Console) -> None:
     for row in found:
         stands = "in quarantine" if row["is_quarantined"] else "new" if row["is_new"] else "trusted"
         last = row["history"][-1] if row["history"] else None
-        told = "" if last is None else f"{last['seconds_ago']:.0f} s ago: {safe(last['what'], TRUST_REASON_CHARS)}"
+        event = "" if last is None else f"{last['seconds_ago']:.0f} s ago: {safe(last['what'], TRUST_REASON_CHARS)}"
         numbers = (row[name] for name in ("num_groups", "num_passed", "num_failed", "num_missed"))
-        table.add_row(safe(row["ticket"]), f"{row['score']:.2f}", *map(str, numbers), stands, told)
+        table.add_row(safe(row["ticket"]), f"{row['score']:.2f}", *map(str, numbers), stands, event)
     console.print(table, highlight=False)

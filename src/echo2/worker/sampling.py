@@ -203,8 +203,8 @@ class LeaseSampler:
             )
             return
         if isinstance(outcome, RequestFailure):
-            told = f"{outcome.detail}\n{outcome.traceback}".rstrip()
-            self._dispatch(ev.LeaseAbandoned(lease_id, outcome.reason, told))
+            detail = f"{outcome.detail}\n{outcome.traceback}".rstrip()
+            self._dispatch(ev.LeaseAbandoned(lease_id, outcome.reason, detail))
             return
         seconds, self._charged_until = time.monotonic() - self._charged_until, time.monotonic()
         self.num_tokens += outcome.num_tokens

@@ -53,10 +53,10 @@ def fleet(out: Path, now: float) -> Mapping[str, Any]:
     Raises:
         UserError: the file with the report on the fleet is damaged.
     """
-    told = read_json(out / STATUS_FILE)
-    if told is None or now - told["at"] > STALE_SECONDS:
+    document = read_json(out / STATUS_FILE)
+    if document is None or now - document["at"] > STALE_SECONDS:
         return overview.NO_FLEET
-    return {name: told[name] for name in overview.NO_FLEET}
+    return {name: document[name] for name in overview.NO_FLEET}
 
 
 def show(found: dict[str, Any], console: Console) -> None:

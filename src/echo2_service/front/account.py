@@ -56,7 +56,7 @@ class Account:
         if abs(now - self._measured.get(tenant, -math.inf)) >= MEASURED_SECONDS:
             self._measured[tenant] = now
             await self._storage.measure(tenant)
-        told = self._database.select(keys, "-created", KEYS_TOLD, columns=KEY_COLUMNS, tenant=tenant)
+        rows = self._database.select(keys, "-created", KEYS_TOLD, columns=KEY_COLUMNS, tenant=tenant)
         return answer(
             {
                 "tenant": tenant,
@@ -65,7 +65,7 @@ class Account:
                 "time": now,
                 "bill": {**self._bills.of(tenant), "disk_gb": self._storage.num_bytes(tenant) / 1e9},
                 "notes": list(self._notes(tenant)),
-                "keys": [dict(row._mapping) for row in told],
+                "keys": [dict(row._mapping) for row in rows],
                 "num_runs": self._database.count(models, tenant=tenant),
                 "runs": self._runs(tenant),
                 **self._waits(tenant),
@@ -82,14 +82,14 @@ class Account:
     async def samples(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return what the newest requests for samples gave, with the text of its beginning."""
         async with self._reading[caller.tenant]:
-            told = await asyncio.to_thread(_read_samples, self._database.beside(), caller.tenant)
-            await self._add_texts(told)
-        return answer({"samples": told})
+            found = await asyncio.to_thread(_read_samples, self._database.beside(), caller.tenant)
+            await self._add_texts(found)
+        return answer({"samples": found})
 
-    async def _add_texts(self, told: Sequence[dict[str, Any]]) -> None:
+    async def _add_texts(self, samples: Sequence[dict[str, Any]]) -> None:
         bases = self._work.backend.bases
-        for base in {one["base"] for one in told} & bases.keys():
-            mine = [sequence for one in told if one["base"] == base for sequence in one["sequences"]]
+        for base in {one["base"] for one in samples} & bases.keys():
+            mine = [sequence for one in samples if one["base"] == base for sequence in one["sequences"]]
             async with self._decoding:
                 texts = await self._bodies.texts(bases[base].directory, [array("i", each["tokens"]) for each in mine])
             for sequence, text in zip(mine, texts, strict=True):
@@ -130,7 +130,7 @@ class Account:
         columns = ("arrival", "id", "state", "kind", "target", "created")
         rows = self._database.select(requests, "arrival", columns=columns, arrival=tuple(row.first for row in waits))
         nums = {row.first: row.num for row in waits}
-        told = [
+        shown = [
             {
                 "who": row.target,
                 "kind": row.kind,
@@ -140,7 +140,7 @@ class Account:
             }
             for row in rows
         ]
-        return {"num_open": sum(row.num for row in open_ones), "waits": told}
+        return {"num_open": sum(row.num for row in open_ones), "waits": shown}
 
 
 def _read_samples(database: Database, tenant: str) -> list[dict[str, Any]]:
@@ -149,13 +149,13 @@ def _read_samples(database: Database, tenant: str) -> list[dict[str, Any]]:
     where: dict[str, Any] = {"tenant": tenant, "kind": "sample", "state": "done"}
     rows = database.select(requests, "-arrival", SAMPLES_TOLD, columns=columns, **where)
     of = {row.id: row for row in database.select(samplers, tenant=tenant, id=tuple({row.target for row in rows}))}
-    told = []
+    samples = []
     for row in rows:
         is_read = 0 < row.answer_bytes <= ANSWER_BYTES_READ
         found = database.find(requests, columns=["answer"], id=row.id) if is_read else None
         data = None if found is None else found.answer
-        told.append(_sample(row, of.get(row.target), *(_sequences(data) if data else (0, []))))
-    return told
+        samples.append(_sample(row, of.get(row.target), *(_sequences(data) if data else (0, []))))
+    return samples
 
 
 def _sequences(data: bytes) -> tuple[int, list[dict[str, Any]]]:
@@ -166,12 +166,12 @@ def _sequences(data: bytes) -> tuple[int, list[dict[str, Any]]]:
         tokens, logprobs = np.frombuffer(sequence.tokens, "<i4"), np.frombuffer(sequence.logprobs, "<f4")
         mean = float(logprobs.mean()) if len(logprobs) else 0.0
         finish = FINISH.get(sequence.stop_reason, "")
-        told = {"num_tokens": len(tokens), "tokens": tokens[:TOKENS_READ].tolist(), "text": ""}
-        found.append({**told, "finish": finish, "logprob": mean})
+        shown = {"num_tokens": len(tokens), "tokens": tokens[:TOKENS_READ].tolist(), "text": ""}
+        found.append({**shown, "finish": finish, "logprob": mean})
     return len(message.sequences), found
 
 
 def _sample(row: Row, sampler: Row | None, count: int, sequences: list[dict[str, Any]]) -> dict[str, Any]:
     base, path = ("", None) if sampler is None else (sampler.base, sampler.path)
-    told = {"id": row.id, "at": row.ended, "base": base, "path": path, "num_bytes": row.answer_bytes}
-    return {**told, "num_sequences": count, "sequences": sequences}
+    facts = {"id": row.id, "at": row.ended, "base": base, "path": path, "num_bytes": row.answer_bytes}
+    return {**facts, "num_sequences": count, "sequences": sequences}

@@ -139,9 +139,9 @@ class AccountsApi:
         """Return the base model and rank of a model."""
         model = self._own(models, parse(ModelIdBody, body).model_id, caller)
         base = model.spec["base"]
-        told = {"model_name": base, "tokenizer_id": base}
+        facts = {"model_name": base, "tokenizer_id": base}
         adapter = {"is_lora": True, "lora_rank": model.spec["rank"], "model_name": base}
-        return answer({"type": "get_info", "model_id": model.id, "model_data": told, **adapter})
+        return answer({"type": "get_info", "model_id": model.id, "model_data": facts, **adapter})
 
     async def unload_model(self, caller: Caller, request: Request, body: bytes) -> Response:
         model = self._own(models, parse(ModelIdBody, body).model_id, caller)

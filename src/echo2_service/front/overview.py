@@ -74,13 +74,13 @@ class Overview:
             row["quota_usd"] = of_tenant(quotas.quota_usd, name)
             row["quota_disk_gb"] = of_tenant(quotas.quota_disk_gb, name)
         shown = sorted(found.items(), key=lambda item: (-item[1]["oldest_wait_seconds"], -item[1]["usd"], item[0]))
-        told = [{"tenant": name, **row} for name, row in shown[: limits.PAGE_MAX]]
+        rows = [{"tenant": name, **row} for name, row in shown[: limits.PAGE_MAX]]
         fleet = self._fleet()
         return answer(
             {
                 "time": now,
                 "begun": self._begun,
-                "tenants": told,
+                "tenants": rows,
                 "num_tenants": len(found),
                 "num_open": sum(sum(row["open"].values()) for row in found.values()),
                 "usd": sum(row["usd"] for row in found.values()),

@@ -112,8 +112,8 @@ def _check_shapes(adapter: Snapshot, model: Snapshot, rank: int, base: str) -> l
     for name in sorted(expected.keys() | given.keys()):
         ours, theirs = (shapes.get(name) for shapes in (expected, given))
         if ours is None or theirs is None or tuple(ours) != tuple(theirs):
-            told = [str(list(shape)) if shape is not None else "no such tensor" for shape in (theirs, ours)]
-            raise UserError(f"The adapter is not of {base}: {name[:200]} is {told[0]}; rank {rank} makes it {told[1]}.")
+            two = [str(list(shape)) if shape is not None else "no such tensor" for shape in (theirs, ours)]
+            raise UserError(f"The adapter is not of {base}: {name[:200]} is {two[0]}; rank {rank} makes it {two[1]}.")
     if not expected:
         raise UserError(f"The adapter has no factors of a linear layer of {base}.")
     return sorted(ends)

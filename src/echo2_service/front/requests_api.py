@@ -200,8 +200,8 @@ class RequestsApi:
     async def _outcome(self, row: Row, headers: Mapping[str, str]) -> Response:
         if row.state in OPEN:
             why = self._dispatcher.why_it_waits(row)
-            told = {"type": "try_again", "request_id": row.id, "queue_state": "active", "queue_state_reason": why}
-            return answer(told, 408)
+            document = {"type": "try_again", "request_id": row.id, "queue_state": "active", "queue_state_reason": why}
+            return answer(document, 408)
         if row.state == "failed":
             return answer({"error": row.error, "category": row.category})
         if row.answer is None:

@@ -43,8 +43,8 @@ def _version() -> str:
     """Return this echo2's version, and what its options, events and commands have, which changes between releases."""
     commands = (one for one in vars(do).values() if isinstance(one, type) and issubclass(one, do.Command))
     kinds: list[Any] = [PlannerOptions, *_EVENTS.values(), *commands]
-    said = [[kind.__name__, *(f"{one.name}: {one.type}" for one in fields(kind))] for kind in kinds]
-    return f"{__version__}-{blake3(msgspec.json.encode(said)).hexdigest(8)}"
+    shapes = [[kind.__name__, *(f"{one.name}: {one.type}" for one in fields(kind))] for kind in kinds]
+    return f"{__version__}-{blake3(msgspec.json.encode(shapes)).hexdigest(8)}"
 
 
 VERSION = _version()

@@ -25,12 +25,7 @@ from echo2.core.errors import InvariantError, UserError, counted
 from echo2.core.types import RUN_POLICY, LostRollout
 from echo2.head.decide.events import HeadStarted
 from echo2.head.ledger import schema
-from echo2.head.ledger.schema import (
-    TRANSITIONS,
-    open_for_writing,
-    storable,
-    unusable,
-)
+from echo2.head.ledger.schema import TRANSITIONS, open_for_writing, storable, unusable
 
 #: Bytes of delivered groups that are kept in memory until they are trained on; the oldest go first.
 RECENT_BYTES_MAX = 32 << 20
@@ -71,7 +66,7 @@ class Ledger:
         self._connection = open_for_writing(path)
         self._known_counts: dict[str, Any] | None = None  # `_counts`, read on first use
         self._counts_changed = False
-        self._recent: dict[int, bytes] = {}  # number -> what `rollouts` returns of it
+        self._recent: dict[int, tuple[bytes, ...]] = {}  # number -> what `parts` returns of it
         self._recent_bytes = 0
 
     def close(self) -> None:
@@ -220,8 +215,8 @@ class Ledger:
             self._trim(number, left)
             what = (self.policy, number, scores)
             self._execute("INSERT INTO scores (policy, number, data) VALUES (?, ?, ?)", what)
-            if (delivered := self._forget(number)) is not None:
-                self._remember(number, delivered + scores)
+            if delivered := self._forget(number):
+                self._remember(number, *delivered, scores)
 
     def retire(self, number: int, reason: str, now: float) -> None:
         """Record that a group will never be trained on, and the reason.
@@ -339,7 +334,12 @@ class Ledger:
             self._execute("DELETE FROM meta WHERE key = ?", (f"{self.policy}.{kind}.{name}",))
 
     def rollouts(self, number: int) -> bytes:
-        """Return the delivered bytes of a group, followed by the bytes of its scores if it is scored.
+        """Return the delivered bytes of a group, followed by the bytes of its scores if it is scored. Raises as
+        `parts`."""
+        return b"".join(self.parts(number))
+
+    def parts(self, number: int) -> tuple[bytes, ...]:
+        """Return the delivered bytes of a group and, if it is scored, those of its scores.
 
         Raises:
             InvariantError: the group was not delivered, or a checkpoint covers it.
@@ -348,24 +348,24 @@ class Ledger:
             return recent
         with self._mapped_errors():
             row = self._execute(
-                "SELECT rollouts.data, coalesce(scores.data, x'') FROM rollouts "
+                "SELECT rollouts.data, scores.data FROM rollouts "
                 "LEFT JOIN scores USING (policy, number) WHERE policy = ? AND number = ?",
                 (self.policy, number),
             ).fetchone()
             if row is None:
                 raise InvariantError(f"group {number} has no rollouts.\n{self._story(number)}")
-            return bytes(row[0]) + bytes(row[1])
+            return tuple(part for part in row if part is not None)
 
-    def _remember(self, number: int, data: bytes) -> None:
-        self._recent[number] = data
-        self._recent_bytes += len(data)
+    def _remember(self, number: int, *parts: bytes) -> None:
+        self._recent[number] = parts
+        self._recent_bytes += sum(map(len, parts))
         while self._recent_bytes > RECENT_BYTES_MAX:
             self._forget(next(iter(self._recent)))
 
-    def _forget(self, number: int) -> bytes | None:
-        data = self._recent.pop(number, None)
-        self._recent_bytes -= len(data or b"")
-        return data
+    def _forget(self, number: int) -> tuple[bytes, ...]:
+        parts = self._recent.pop(number, ())
+        self._recent_bytes -= sum(map(len, parts))
+        return parts
 
     def set_meta(self, key: str, value: Any) -> None:
         """Store a JSON value under a key of the caller's."""

@@ -66,9 +66,12 @@ class WorkerConnection:
         return is_new, is_refused
 
 
+Feed = asyncio.Queue[tuple[bytes, ...] | wire.StepDone | None]
+
+
 @dataclass(slots=True)
 class LearnerConnection:
-    """The connected learner. `feed`: messages for the stream of its current step; groups as stored in the ledger.
+    """The connected learner. `feed`: messages for the stream of its current step; groups as the ledger's parts.
     `orders`: messages for its session's stream after the welcome. None ends either stream.
     """
 
@@ -78,21 +81,21 @@ class LearnerConnection:
     device: str
     doing: str = ""
     orders: asyncio.Queue[wire.LearnerWelcome | None] = field(default_factory=asyncio.Queue)
-    feed: asyncio.Queue[bytes | wire.StepDone | None] | None = None
+    feed: Feed | None = None
 
-    def open_feed(self) -> asyncio.Queue[bytes | wire.StepDone | None]:
+    def open_feed(self) -> Feed:
         """Begin the stream of a step, in place of an earlier one."""
         self.send(None)
         self.feed = asyncio.Queue()
         return self.feed
 
-    def close_feed(self, feed: asyncio.Queue[bytes | wire.StepDone | None]) -> bool:
+    def close_feed(self, feed: Feed) -> bool:
         """The stream is closed. Return False if another has replaced it."""
         is_current = self.feed is feed
         self.feed = None if is_current else self.feed
         return is_current
 
-    def send(self, message: bytes | wire.StepDone | None) -> None:
+    def send(self, message: tuple[bytes, ...] | wire.StepDone | None) -> None:
         """Send to the stream of the current step, if there is one."""
         if self.feed is not None:
             self.feed.put_nowait(message)

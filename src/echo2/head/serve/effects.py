@@ -195,11 +195,11 @@ class HeadEffects:
             if learner is not None:
                 learner.send(wire.StepDone(cursor=command.cursor, publish_every=command.publish_every))
             return
-        group = head.ledger.rollouts(command.number)
+        parts = head.ledger.parts(command.number)
         if learner is not None:
-            learner.send(group)
+            learner.send(parts)
         if head.books.rollout_log.claim(command.step + 1):
-            head.spawn(self._log_rollouts(command.step + 1, group))
+            head.spawn(self._log_rollouts(command.step + 1, b"".join(parts)))
 
     async def _log_rollouts(self, step: int, data: bytes) -> None:
         head, group, tokenizer = self._head, messages.parse_group(data), self._head.tokenizer.result()

@@ -14,16 +14,16 @@ from echo2.core.printable import printable
 from echo2.core.types import SEVERAL
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.serve.connections import LearnerConnection
+from echo2.head.serve.connections import Feed, LearnerConnection
 from echo2.head.serve.head import Head
 from echo2.head.serve.report import check_budget, step_row
 from echo2.head.serve.results import FEED_BYTES
 from echo2.head.store.contents import UPLOAD_SECONDS
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import Peer
+from echo2.transport.base import Peer, packed
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.transport.message_bytes import decode_logprobs
+from echo2.transport.message_bytes import decode_logprobs, fed_group
 from echo2.transport.routes import decode_shape
 from echo2.weights.format.manifest import HASH_BYTES, Manifest
 
@@ -83,10 +83,10 @@ class LearnerCalls:
             raise PeerError("unknown_learner", "say LearnerHello first: the head was restarted, or another has joined")
         return learner
 
-    async def take_groups(self, peer: Peer, request: wire.TakeGroups) -> AsyncIterator[wire.FedGroups]:
+    async def take_groups(self, peer: Peer, request: wire.TakeGroups) -> AsyncIterator[bytes]:
         head, learner = self._head, self._learner(request.epoch)
         feed = learner.open_feed()
-        held: list[bytes] = []
+        held: list[tuple[bytes, ...]] = []
         is_whole = False
         try:
             _raise_refused(head.events.dispatch(ev.GroupsWanted(request.step)))
@@ -97,8 +97,8 @@ class LearnerCalls:
                 fed = await _together(feed, held)
                 if fed is None:
                     raise PeerError("unknown_learner", "this learner has a new session, or another took its place")
-                is_whole = fed.HasField("done")
-                yield fed
+                message, is_whole = fed
+                yield message
         finally:
             if learner.close_feed(feed) and not is_whole and head.connections.learner is learner:
                 head.events.dispatch(ev.LearnerLost("its stream closed before the step had all its groups"))
@@ -176,25 +176,26 @@ class LearnerCalls:
         return wire.Empty()
 
 
-async def _together(feed: asyncio.Queue[bytes | wire.StepDone | None], held: list[bytes]) -> wire.FedGroups | None:
-    """Return the next items of the feed in one message, which costs far more than a group. None: the stream ends.
+async def _together(feed: Feed, held: list[tuple[bytes, ...]]) -> tuple[bytes, bool] | None:
+    """Return the next items of the feed in one message (`FedGroups`), which costs far more than a group, and whether
+    the step is done. None: the stream ends.
     `held`: the group that did not fit into the previous message; on return, the one that did not fit into this one.
     """
-    groups: list[bytes] = []
+    pieces: list[bytes] = []
     size = 0
-    item: bytes | wire.StepDone | None = held.pop() if held else await feed.get()
+    item: tuple[bytes, ...] | wire.StepDone | None = held.pop() if held else await feed.get()
     while True:
         if item is None:
             return None
         if isinstance(item, wire.StepDone):
-            return wire.FedGroups(groups=groups, done=item)
-        size += len(item)
-        if groups and size > FEED_BYTES:
+            return b"".join([*pieces, packed(wire.FedGroups(done=item))]), True
+        size += sum(map(len, item))
+        if pieces and size > FEED_BYTES:
             held.append(item)
-            return wire.FedGroups(groups=groups)
-        groups.append(item)
+            return b"".join(pieces), False
+        pieces += fed_group(item)
         if feed.empty():
-            return wire.FedGroups(groups=groups)
+            return b"".join(pieces), False
         item = feed.get_nowait()
 
 

@@ -252,10 +252,9 @@ class Deliveries:
         """Return the event of a checked result, with the rollouts that its group kept of earlier ones."""
         lost, sampled_seconds = group.lost, group.generate_seconds
         group = group if kept is None else joined(kept, group)
-        message = messages.encode_group(group, as_told)
         if group.logged:  # these rollouts come from the user's log and were not checked when decoded
-            messages.check_rollouts(message.rollouts)
-        stored = message.SerializeToString()
+            messages.check_rollouts(group.rollouts)
+        stored = messages.encode_group(group, as_told).SerializeToString()
         if len(stored) > GROUP_BYTES_MAX:
             raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
         versions = sorted({version for rollout in group.rollouts for _, version in rollout.version_spans})

@@ -371,5 +371,5 @@ def _slots(sampling: SamplingConfig) -> int:
     return sampling.groups_per_batch * sampling.group_size
 
 
-def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None:
-    return messages.decode_ref(said.installed) if said.HasField("installed") else None
+def _installed(message: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None:
+    return messages.decode_ref(message.installed) if message.HasField("installed") else None

@@ -70,11 +70,11 @@ class Kept:
         root, here = self._rundir.path, set[str]()
         with self._ledger.together():
             for path in (path for pattern in _FILES for path in root.glob(pattern)):
-                name, told = path.relative_to(root).as_posix(), path.stat()
+                name, stat = path.relative_to(root).as_posix(), path.stat()
                 here.add(name)
-                if self._seen.get(name) == (told.st_mtime_ns, told.st_size):
+                if self._seen.get(name) == (stat.st_mtime_ns, stat.st_size):
                     continue
-                self._seen[name] = (told.st_mtime_ns, told.st_size)
+                self._seen[name] = (stat.st_mtime_ns, stat.st_size)
                 text = path.read_text(encoding="utf-8")
                 if self._files.get(name) != text:
                     self._ledger.keep("file", name, text)
@@ -210,7 +210,7 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
         shutil.rmtree(aside.path, ignore_errors=True)
 
 
-def _is_taken(url: str, rundir: RunDir, told: Path) -> bool:
+def _is_taken(url: str, rundir: RunDir, shown: Path) -> bool:
     """Take the log of the run in this directory, and give a sign, so that other standbys go on waiting. Return False if
     another head was faster."""
     try:
@@ -219,7 +219,7 @@ def _is_taken(url: str, rundir: RunDir, told: Path) -> bool:
         return False
     mirror.objects.upload(ALIVE_KEY, [encode(SignOfLife(read_claim(rundir).own, mirror.epoch, 0))])
     if mirror.has_caught_up:
-        restore(rundir, mirror.objects, told)
+        restore(rundir, mirror.objects, shown)
     return True
 
 
@@ -232,8 +232,8 @@ def _await_silence(objects: Objects, watch: SignWatch) -> str:
     return ""
 
 
-def fetch_run(url: str, out: Path, told: Path | None = None) -> RunDir:
-    """Fill a directory with the run in the store at `url`. `told`: the directory that people are told, if it will have
+def fetch_run(url: str, out: Path, shown: Path | None = None) -> RunDir:
+    """Fill a directory with the run in the store at `url`. `shown`: the directory that messages name, if it will have
     another name.
 
     Raises:
@@ -244,7 +244,7 @@ def fetch_run(url: str, out: Path, told: Path | None = None) -> RunDir:
     if rundir.config.exists():
         raise UserError(f"--resume-from fills an empty directory, and {out} holds a run. Choose another --out.")
     _fetch_ledger(url, objects, rundir)
-    restore(rundir, objects, told or out)
+    restore(rundir, objects, shown or out)
     return rundir
 
 
@@ -270,9 +270,9 @@ def _fetch_ledger(url: str, objects: Objects, rundir: RunDir) -> Path:
     return rundir.ledger
 
 
-def restore(rundir: RunDir, objects: Objects, told: Path) -> None:
+def restore(rundir: RunDir, objects: Objects, shown: Path) -> None:
     """Write what the ledger of a directory names: a checkpoint that it can go on from, snapshots, and files.
-    `told`: the directory that people are told.
+    `shown`: the directory that messages name.
 
     Raises: as `fetch_run`.
     """
@@ -282,4 +282,4 @@ def restore(rundir: RunDir, objects: Objects, told: Path) -> None:
         restore_snapshots(objects, ledger, ChunkStore(rundir.snapshots))
         restore_files(rundir, ledger)
     what = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
-    log.warning("fetched a run of %s, with %s, into %s", counted(version, "step"), what, told)
+    log.warning("fetched a run of %s, with %s, into %s", counted(version, "step"), what, shown)

@@ -231,8 +231,8 @@ class Mirror:
         seconds = min(self._writer.behind_seconds(now), now - self._began_at)
         if seconds < self.lag_seconds + TROUBLE_SECONDS:
             return ""
-        told = f"{seconds:.0f} s behind, and nothing is acknowledged"
-        return f"the store {self._url} is {told}: {self._error or 'it is slow'}"
+        state = f"{seconds:.0f} s behind, and nothing is acknowledged"
+        return f"the store {self._url} is {state}: {self._error or 'it is slow'}"
 
     def metrics(self) -> dict[str, float]:
         """Return how far the store is behind, and the mean wait of a message since the last call."""

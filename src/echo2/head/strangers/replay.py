@@ -72,16 +72,16 @@ async def replay_rollout(
             _require(end == len(tokens), f"it goes on after turn {turns}, with which it was over")
             _require(rollout.finish == "stop", "it was over, but is reported as cut off")
             return reward
-        said = reply_tokens(rules.tokenizer, rules.is_chat, reply.text, tokens[end - 1])
-        is_cut = turns >= rules.max_turns or end + len(said) >= rules.max_tokens
+        replied = reply_tokens(rules.tokenizer, rules.is_chat, reply.text, tokens[end - 1])
+        is_cut = turns >= rules.max_turns or end + len(replied) >= rules.max_tokens
         if end == len(tokens):
-            is_full = not rules.context or prompt_tokens + end + len(said) >= rules.context
+            is_full = not rules.context or prompt_tokens + end + len(replied) >= rules.context
             _require(is_cut or is_full, f"it ends after turn {turns}, where it was not over")
             _require(rollout.finish == "length", "it was cut off, but is reported as over")
             return reward
         _require(not is_cut, f"it goes on after turn {turns}, where it was cut off")
-        start = end + len(said)
-        is_same = tokens[end:start] == said and not any(mask[end:start])
+        start = end + len(replied)
+        is_same = tokens[end:start] == replied and not any(mask[end:start])
         _require(is_same and mask[start : start + 1] == b"\x01", f"the environment did not say this after turn {turns}")
 
 

@@ -205,6 +205,6 @@ def revoke_command(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(describe_revoked(identity, options.id, closed)))
         return 0
-    told = f"; ticket {closed}, with which it joined, admits no more machines" if closed else ""
-    print(f"{options.id} is revoked{told}")
+    also = f"; ticket {closed}, with which it joined, admits no more machines" if closed else ""
+    print(f"{options.id} is revoked{also}")
     return 0

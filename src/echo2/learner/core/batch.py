@@ -102,10 +102,11 @@ class PackedBatch:
 class _Strip:
     """A prefix tree, whose tokens go into one row together. A token's descendants are the tokens after it and before
     its entry in `ends`. `losses` and `predict` hold, datum by datum, the indices of loss tokens and where each is
-    predicted; `places` are the data's indices. `routes`: the experts of each token, if the data have any.
+    predicted; `places` are the data's indices. `routes`: the experts of each token, if the data have any. `tokens` are
+    views of the data, one behind the other.
     """
 
-    tokens: Ints
+    tokens: tuple[npt.NDArray[np.int32], ...]
     positions: Ints
     ends: Ints
     predict: tuple[Ints, ...]
@@ -190,24 +191,25 @@ def rows_by_datum(table_nk: Tensor, batch: PackedBatch, part: Sequence[Datum]) -
     return [found[place].numpy().tobytes() for place in range(len(part))]
 
 
-def _int_array(tokens: Sequence[int]) -> Ints:
-    return np.asarray(tokens, dtype=np.int64)
+def _view(tokens: array[int]) -> npt.NDArray[np.int32]:
+    return np.frombuffer(tokens, np.int32)
 
 
 def _prefix_tree(family: _Family) -> _Strip:
     """Build the strip of data with one prompt, in lexicographic order; each datum adds only the tokens after the prefix
     that it shares with the previous one.
 
-    In this order the longest prefix shared with any earlier datum is the one shared with the previous datum.
+    In this order the longest prefix shared with any earlier datum is the one shared with the previous datum, if all
+    data end with a loss token; else some tokens may be run twice.
     """
     data = [datum for _, datum in family]
-    prompt = _int_array(data[0].prompt_tokens)
+    prompt = _view(data[0].prompt_tokens)
     if not len(prompt):
         raise InvariantError("a datum with an empty prompt reached the learner: nothing predicts its first token")
     losses = [np.flatnonzero(np.frombuffer(datum.loss_mask, dtype=np.uint8)) for datum in data]
     # Inputs stop before the last loss token: nothing is predicted after it.
-    inputs = [datum.tokens[: datum.num_inputs] for datum in data]
-    order = sorted(range(len(inputs)), key=lambda index: inputs[index])
+    inputs = [_view(datum.tokens)[: datum.num_inputs] for datum in data]
+    order = sorted(range(len(data)), key=lambda index: data[index].tokens)
     roots = np.arange(len(prompt))
     tokens, positions = [prompt], [roots]
     left: list[tuple[Ints, int]] = []  # tokens, and where their descendants end
@@ -215,7 +217,7 @@ def _prefix_tree(family: _Family) -> _Strip:
     routes = [_routes(data[order[0]], 0, len(prompt))]
     previous, path, size = prompt[:0], roots[-1:], len(prompt)  # path: last prompt token, then one entry per input
     for index in order:
-        own = _int_array(inputs[index])
+        own = inputs[index]
         common = _common_prefix(previous, own)
         grown = len(own) - common
         if grown:
@@ -231,7 +233,7 @@ def _prefix_tree(family: _Family) -> _Strip:
     for indices, end in left:
         ends[indices] = end
     return _Strip(
-        np.concatenate(tokens),
+        tuple(tokens),
         np.concatenate(positions),
         ends,
         tuple(predict),
@@ -256,14 +258,14 @@ def _joined(parts: Sequence[Routes | int]) -> Routes | None:
     return np.concatenate(list(nothing))
 
 
-def _common_prefix(left: Ints, right: Ints) -> int:
+def _common_prefix(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])
     return int(different[0]) if len(different) else length
 
 
 def _row_lengths(rows: Sequence[Sequence[_Strip]]) -> list[int]:
-    return [sum(len(strip.tokens) for strip in row) for row in rows]
+    return [sum(len(strip.ends) for strip in row) for row in rows]
 
 
 def _cost(lengths: Sequence[int], pair_cost: float) -> float:
@@ -275,9 +277,9 @@ def _pack(strips: Sequence[_Strip], pair_cost: float) -> list[list[_Strip]]:
     """Pack strips into rows of about equal length: longest strip first, always into the shortest row. The number of
     rows is the cheapest.
     """
-    ordered = sorted(strips, key=lambda strip: -len(strip.tokens))
+    ordered = sorted(strips, key=lambda strip: -len(strip.ends))
     counts = sorted({-(-len(strips) // share) for share in range(1, MOST_STRIPS_PER_ROW + 1)}, reverse=True)
-    longest = max(len(ordered[0].tokens), SHARED_ROW_TOKENS)
+    longest = max(len(ordered[0].ends), SHARED_ROW_TOKENS)
     spread = [rows for rows in (_spread(ordered, count) for count in counts) if max(_row_lengths(rows)) <= longest]
     return min(spread, key=lambda rows: _cost(_row_lengths(rows), pair_cost))
 
@@ -288,7 +290,7 @@ def _spread(ordered: Sequence[_Strip], num_rows: int) -> list[list[_Strip]]:
     for strip in ordered:
         length, index = shortest[0]
         rows[index].append(strip)
-        heapq.heapreplace(shortest, (length + len(strip.tokens), index))
+        heapq.heapreplace(shortest, (length + len(strip.ends), index))
     return rows
 
 
@@ -303,12 +305,12 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
     for index, row in enumerate(rows):
         start = 0
         for strip in row:
-            stop = start + len(strip.tokens)
-            tokens_BT[index, start:stop] = strip.tokens
+            stop = start + len(strip.ends)
+            np.concatenate(strip.tokens, out=tokens_BT[index, start:stop])
             positions_BT[index, start:stop] = strip.positions
             ends_BT[index, start:stop] = strip.ends + start
             predict.extend(index * longest + start + where for where in strip.predict)
-            routes.append(len(strip.tokens) if strip.routes is None else strip.routes)
+            routes.append(len(strip.ends) if strip.routes is None else strip.routes)
             start = stop
         routes.append(longest - start)
     predict_u, position_n = np.unique(np.concatenate(predict), return_inverse=True)
@@ -361,8 +363,9 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         clip_low_n=column("clip_low", np.float64, default=math.nan),
         clip_high_n=column("clip_high", np.float64, default=math.nan),
     )
-    targets = [_int_array(datum.tokens if datum.targets is None else datum.targets) for datum in data]
-    target_n = torch.from_numpy(np.concatenate([each[at] for each, at in zip(targets, losses, strict=True)]))
+    targets = [_view(datum.tokens if datum.targets is None else datum.targets) for datum in data]
+    pieces = [each[at] for each, at in zip(targets, losses, strict=True)]
+    target_n = torch.from_numpy(np.concatenate(pieces, dtype=np.int64))
     return target_n, loss_tokens, _supports(data, losses)
 
 

@@ -387,12 +387,12 @@ def breakdown(stats: LossStats) -> dict[str, float]:
     return row
 
 
-def teacher_metrics(told: Mapping[str, Taught]) -> Iterator[tuple[str, float]]:
+def teacher_metrics(by_teacher: Mapping[str, Taught]) -> Iterator[tuple[str, float]]:
     """Yield the metrics of a step: the mean of log pi - log rho over tokens that pi sampled, an estimate of
     KL(pi || rho), of all teachers and of each; and the seconds."""
-    total = sum(told.values(), Taught())
+    total = sum(by_teacher.values(), Taught())
     yield "time/teacher", total.seconds
-    for name, one in (("mean", total), *(sorted(told.items()) if len(told) > 1 else ())):
+    for name, one in (("mean", total), *(sorted(by_teacher.items()) if len(by_teacher) > 1 else ())):
         if one.tokens:
             yield f"distill/reverse_kl/{name}", one.log_ratio / one.tokens
 

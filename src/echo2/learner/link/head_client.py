@@ -301,7 +301,7 @@ class HeadClient:
             return
         fed_again: set[int] = set()
         async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=request.step, epoch=self._epoch)):
-            fed_again.update(parse_group(data).group.number for data in fed.groups)
+            fed_again.update(group.number for group in fed.groups)
             if fed.HasField("done"):
                 break
         else:

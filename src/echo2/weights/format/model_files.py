@@ -94,8 +94,8 @@ def hub_refusal(hub_id: str, is_loaded: bool = True) -> str:
     except HFValidationError as error:
         return f"it is not a hub id: {error}"
     except HfHubHTTPError as error:
-        told = f"{error.response.status_code} {error.server_message or ''}".strip()
-        return f"the hub does not provide it ({told}). Check the name; a private or gated model needs `hf auth login`."
+        code = f"{error.response.status_code} {error.server_message or ''}".strip()
+        return f"the hub does not provide it ({code}). Check the name; a private or gated model needs `hf auth login`."
     except no_answer() as error:
         return f"the hub can't be reached ({error}). See to the network, or name a model directory."
     return ""

@@ -95,8 +95,8 @@ def choose(asked: SamplingNeed, candidates: Sequence[EngineCandidate], named: st
             reasons.append(f"{one.engine}: {refusal}")
             continue
         slots = slots_in(asked, one)
-        told = f"it needs {_need(asked, one, slots)} of {_gb(one.memory_bytes)} GB"
-        return WorkerChoice(one.engine, slots, "; ".join([told, *reasons]))
+        need = f"it needs {_need(asked, one, slots)} of {_gb(one.memory_bytes)} GB"
+        return WorkerChoice(one.engine, slots, "; ".join([need, *reasons]))
     raise UserError(
         f"This machine has no engine with room for the run's model. {'; '.join(reasons)}. Give it more memory "
         "(--max-memory-gb), install what is missing, or take a larger machine."
