@@ -28,6 +28,8 @@ from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.saving import CrashRecord
 from echo2.learner.link import teacher_endpoint
 from echo2.learner.link.teacher_endpoint import TeacherEndpoint, greeted
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
 from learner_cases import (
     TEXTS,
     VOCAB,
@@ -40,7 +42,7 @@ from learner_cases import (
     write_tokenizer,
 )
 from teacher_standin import TeacherStandIn, teacher_standin
-from test_learner_loop import OPTIONS, ScriptedHead, run, weights
+from test_learner_loop import OPTIONS, ScriptedHead, run, step_groups, weights
 
 PLAIN: dict[str, Any] = {"loss": "tis", "loss_params": {"cap": 1e6}, "advantage": "none"}
 #: Long enough that a busy machine answers, short where a request hangs for as long as a test wants.
@@ -91,6 +93,14 @@ def standin_of(teacher: str, **options: Any) -> Any:
 def some_groups(seed: int = 5, name: str = "", prompt: tuple[int, ...] = ()) -> list[RolloutGroup]:
     made = [random_group(random.Random(seed + at), at) for at in range(3)]
     return [replace(one, teaching=Teaching(name, array("i", prompt))) for one in made]
+
+
+def num_questions(groups: list[RolloutGroup]) -> int:
+    """How often a teacher is asked about them."""
+    rows = [
+        (one.prompt_tokens.tobytes(), row.tokens.tobytes(), row.loss_mask) for one in groups for row in one.rollouts
+    ]
+    return len({row for row in rows if 1 in row[2]})
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -162,10 +172,7 @@ def test_rows_are_asked_about_when_their_group_arrives_and_once_in_a_step(
             client.hear(group)
         assert client.teachers is not None
         assert client.teachers.waits_for(groups, 60.0) == ""
-        rows = [
-            (one.prompt_tokens.tobytes(), row.tokens.tobytes(), row.loss_mask) for one in groups for row in one.rollouts
-        ]
-        num_rows = len({row for row in rows if 1 in row[2]})
+        num_rows = num_questions(groups)
         num_asked = standin.num_asked["/v1/completions"]
         standin.fault = lambda path, n: "400"  # nothing more is asked
         client.forward_backward(groups)
@@ -412,6 +419,54 @@ def test_a_group_is_asked_about_before_the_next_has_come(
         client = client_of(teacher=standin.url, **RUN | {"max_steps": 1, "tokens_per_microbatch": 10_000})
         run(ScriptedHead(max_steps=1, fault=second), client, tmp_path)
     assert seen == [True]
+
+
+def test_what_the_head_foretells_is_asked_about_before_its_step_and_once(
+    teacher: str, client_of: Callable[..., GrpoClient], tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """Groups of step 2 are foretold when step 0 is under way: the teacher has been asked about them before the learner
+    has trained that, and is asked nothing more when they come."""
+    greeting, asked, known = 1, threading.Event(), threading.Event()
+    num_rows = {step: num_questions(step_groups(step)) for step in range(3)}
+    wanted = greeting + num_rows[0] + num_rows[2]
+
+    def hear(path: str, n: int) -> str:
+        if path == "/v1/completions" and n == wanted:
+            asked.set()
+        return ""
+
+    def foretell(head: ScriptedHead, now: str, count: int) -> None:
+        if now == "before:FedGroups" and count == 1:
+            for group in step_groups(2):
+                head.orders.put_nowait(wire.LearnerWelcome(unscored=messages.encode_unscored(group, Teaching())))
+        if now == "before:ReportStep" and count == 1:
+            assert asked.wait(60.0)
+            known.set()
+
+    with standin_of(teacher, fault=hear) as standin:
+        client = client_of(teacher=standin.url, **RUN)
+        run(ScriptedHead(max_steps=3, fault=foretell), client, tmp_path / "foretold")
+        assert standin.num_asked["/v1/completions"] == greeting + sum(num_rows.values())
+    assert known.is_set()
+    close_to(weights(client), expected)
+
+
+def test_rows_are_not_asked_about_ahead_without_end(teacher: str, client_of: Callable[..., GrpoClient]) -> None:
+    """A stranger may deliver one group after the other that is retired."""
+    with standin_of(teacher) as standin:
+        client = client_of(teacher=standin.url, groups_per_step=2, group_size=3, **PLAIN)
+        assert client.teachers is not None
+        schedule, rows = client.config.schedule, client.config.sampling.group_size
+        most = (schedule.max_staleness + 2) * schedule.groups_per_step * rows
+        groups = [replace(one, step=step) for step in range(most) for one in some_groups(seed=9 * step)]
+        for group in groups:
+            client.hear(group)
+        asked = client.teachers._asked
+        assert asked is not None
+        assert most <= asked.num_rows < most + max(len(one.rollouts) for one in groups)
+        assert client.teachers.waits_for(groups[-1:], 60.0) == ""  # but what is trained on always is
+        client.teachers.end_step(most)
+        assert asked.num_rows == 0
 
 
 def test_a_stop_ends_the_wait_for_a_teacher_and_blames_no_group(
