@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from recording import last, save
 
 from http_standin import served
-from judge_standin import judge_standin
+from judge_standin import JudgeStandIn
 from teacher_standin import Reply, TeacherStandIn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,20 +58,21 @@ class SlowTeacher(TeacherStandIn):
         return [None, *({str(token): same} for token in read[1:])]
 
 
-@contextmanager
-def slow_teacher(seconds: float) -> Any:
-    teacher = SlowTeacher(seconds)
-    with served(teacher.answer) as url:
-        yield f"{url}/v1"
-        teacher.closed.set()
+class SlowJudge(JudgeStandIn):
+    """Needs a time for each answer, and reads as many as it is asked about at once."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def judged(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], bytes]:
+        """Answer a request."""
+        time.sleep(self.seconds)
+        return self.answer(json.loads(body), "")
 
 
 def one_run(options: argparse.Namespace, judge_seconds: float, bound: int, work: Path) -> dict[str, Any]:
     """Run, and return the medians of a step's seconds."""
-
-    def think(question: str, n: int) -> str:
-        time.sleep(judge_seconds)
-        return ""
 
     settings: dict[str, Any] = {
         "model": {"path": str(MODEL)},
@@ -84,9 +85,11 @@ def one_run(options: argparse.Namespace, judge_seconds: float, bound: int, work:
         "learner": {"lr": 1e-6, "tokens_per_microbatch": 65_536, "checkpoint_every": 1000},
     }
     with ExitStack() as stack:
-        settings["distill"] = {"teacher": stack.enter_context(slow_teacher(options.teacher_seconds))}
+        teacher = stack.enter_context(served(SlowTeacher(options.teacher_seconds).answer))
+        settings["distill"] = {"teacher": f"{teacher}/v1"}
         if judge_seconds:
-            judge = {"model": "m", "base_url": stack.enter_context(judge_standin(think)).url, "rubric": RUBRIC}
+            url = stack.enter_context(served(SlowJudge(judge_seconds).judged))
+            judge = {"model": "m", "base_url": f"{url}/v1", "rubric": RUBRIC}
             settings["reward"] = {"functions": ["judge"], "judge": judge}
         toml = work / "run.toml"
         toml.write_text(as_toml(settings))
