@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup, SnapshotRef
 from echo2.engines.engine import Completion, Outcome, SampleRequest
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.learner.grpo.data import group_data
+from echo2.sandbox.plugins import own_python
 from echo2.tasks.loopback_model import LoopbackModel
 from echo2.transport import messages
 from echo2.transport.regroup import by_row, with_scores
+from real_runs import REPOSITORY
 
 #: As in the Qwen family: tools in the system's turn, calls and results in tags.
 TEMPLATE = b"""\
@@ -36,6 +41,17 @@ PLAIN_TEMPLATE = b"""\
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+
+
+def agents_python() -> str:
+    """The Python that has the agents' frameworks. Skips the test if there is none."""
+    os.chdir(REPOSITORY)  # where `make` puts it
+    try:
+        return own_python("agents")
+    except UserError as error:
+        pytest.skip(str(error))
+
+
 Records = list[tuple[SampleRequest, Completion]]
 
 
@@ -55,7 +71,6 @@ def character_tokenizer(template: bytes = TEMPLATE) -> Any:
 
 
 AGENTS_TOKENIZER = character_tokenizer()
-END_OF_TURN = AGENTS_TOKENIZER.eos_token_id
 
 
 class ScriptedEngine:
@@ -63,8 +78,8 @@ class ScriptedEngine:
 
     installed = SnapshotRef("policy", 1, 1)
 
-    def __init__(self, speak: Callable[[str], str]) -> None:
-        self._speak = speak
+    def __init__(self, speak: Callable[[str], str], tokenizer: Any = AGENTS_TOKENIZER) -> None:
+        self._speak, self._tokenizer, self._end = speak, tokenizer, tokenizer.eos_token_id
         self.heard: Records = []
         self.slots = self.free_slots = 1
 
@@ -73,11 +88,11 @@ class ScriptedEngine:
 
     def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
         """See `Engine.submit`."""
-        text = self._speak(AGENTS_TOKENIZER.decode(list(request.prompt_tokens), skip_special_tokens=False))
-        tokens = array("i", [*AGENTS_TOKENIZER.encode(text, add_special_tokens=False), END_OF_TURN])
+        text = self._speak(self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False))
+        tokens = array("i", [*self._tokenizer.encode(text, add_special_tokens=False), self._end])
         ends = request.stop.length(tokens) if request.stop is not None else None
         tokens = tokens[: min(ends or len(tokens), request.params.max_tokens)]
-        is_ended = ends is not None or tokens[-1] == END_OF_TURN
+        is_ended = ends is not None or tokens[-1] == self._end
         logprobs = array("f", [-(1 + len(self.heard)) / (1 + at) for at in range(len(tokens))])
         made = Completion(tokens, logprobs, ((0, 1),), "stop" if is_ended else "length")
         self.heard.append((request, made))

@@ -27,7 +27,7 @@ TEXTS = tuple(f"t{number}" for number in range(VOCAB))
 #: Where settings are that are not the learner's.
 SECTIONS = {
     **dict.fromkeys(("max_steps", "deterministic"), "run"),
-    **dict.fromkeys(("temperature", "max_tokens"), "sampling"),
+    **dict.fromkeys(("temperature", "max_tokens", "group_size"), "sampling"),
     **dict.fromkeys(("snapshot_dtype", "compute_dtype"), "model"),
     **dict.fromkeys(("groups_per_step", "publish_every", "max_staleness"), "schedule"),
     **dict.fromkeys(("teacher", "weight", "divergence"), "distill"),

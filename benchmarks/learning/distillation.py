@@ -1,13 +1,21 @@
-"""Part `distillation` of `real_model.py`: a pretrained student learns from a teacher that RL trained, beside rewards
-alone and beside SFT on what the teacher writes; and the command that makes rows of the teacher's rollouts.
+"""Parts `distillation`, `self-distillation` and `divergences` of `real_model.py`: a pretrained student learns from a
+teacher that RL trained, beside rewards alone and beside SFT on what the teacher writes; from itself; and with each form
+of the divergence. And the command that makes rows of the teacher's rollouts.
 
     make bench-real_model ARGS='--only distillation --seeds 0 1 2'
     make bench-real_model ARGS='--only self-distillation'       # the policy is its own teacher
+    make bench-real_model ARGS='--only divergences --seeds 0 1 2'
+    make bench-real_model ARGS='--only divergences --distill-config examples/distillation.toml \
+        --model outputs/models/digit_sorting --teacher outputs/models/digit_sorting_teacher'    # a try: minutes
     make bench-distillation ARGS='ROLLOUTS ROWS'                # or: ARGS='--answered ROWS ROWS'
 
 Each seed is one job. Its teacher is the model that the run with rewards alone ends with, and its students begin as that
 run began. Curves have points (rollouts used, seconds, held-out reward): the teacher's training counts for no student.
 SFT uses the teacher's rollouts, each once; what it took is under `seconds`, by command, with the start of the process.
+
+Of the divergences each form and seed is one job, and all have one teacher: the model that `--teacher` names, or else
+one that is trained first, with rewards. Forms over 1,024 likely tokens are those over the whole vocabulary but for a
+hundredth (docs/losses.md); of a smaller vocabulary they are the whole ones.
 """
 
 from __future__ import annotations
@@ -22,6 +30,8 @@ from typing import TYPE_CHECKING
 import real_model_figures as figures
 from crew import ECHO2, Found, Job, last_json, words
 
+from echo2.core.errors import UserError
+
 if TYPE_CHECKING:
     from real_model import Bench
 
@@ -31,6 +41,13 @@ STEP_ROLLOUTS, TASK_ROLLOUTS = 48, 8
 RATE = "2e-5"
 #: Taught runs, and their settings beside those of distill.toml.
 TAUGHT = {"advantage": {}, "divergence": {"distill.divergence": "{top_k = 16}"}}
+#: Forms of part divergences: the first is an advantage of the sampled tokens, the others are losses.
+ADVANTAGE = "reverse-advantage"
+BETAS = {"reverse": 1.0, "jensen-shannon": 0.5, "forward": 0.0}
+TOP_K = (16, 1024)
+DIVERGENCES = {ADVANTAGE: ""} | {
+    f"{name}-{top_k}": f"{{top_k = {top_k}, beta = {beta}}}" for name, beta in BETAS.items() for top_k in TOP_K
+}
 #: Steps of SFT after which a student is evaluated, in shares of the others' steps: each is a training of its own, for
 #: the rate falls to nothing at the end of one.
 SFT_SHARES = (0.25, 0.5, 1.0)
@@ -76,6 +93,42 @@ def self_jobs(bench: Bench) -> Iterable[Job]:
         job = bench.facts_job("self-distillation", name, {"seed": seed}, flags, "distill.toml")
         made = [sys.executable, __file__, "--answered", str(bench.facts["tasks.source"]), str(rows)]
         yield replace(job, steps={"rows": made, **job.steps})
+
+
+def divergence_jobs(bench: Bench) -> Iterable[Job]:
+    """The teacher, if none is named, and then a run of each form.
+
+    Raises:
+        UserError: the runs would begin before their teacher is there.
+    """
+    options, teacher = bench.options, bench.options.teacher
+    config = str(options.distill_config or "distill.toml")
+    given = {"model.path": bench.facts["model.path"]} if options.distill_config else bench.facts
+    common = {**given, "run.max_steps": options.steps}
+    if teacher is None:
+        if options.at_once > 1:
+            raise UserError("Part divergences trains its teacher first: name one with --teacher, or take --at-once 1.")
+        job = bench.facts_job("divergences", name := "divergences-teacher", {"variant": "teacher"}, {})
+        teacher, run = bench.work / name / "teacher", str(bench.work / name / "run")
+        # The checkpoint of the last step is exported before the figures are read, which removes it.
+        yield replace(job, steps={**job.steps, "export": [*ECHO2, "export", run, "--to", str(teacher)]})
+    for seed in options.seeds:
+        for form, divergence in DIVERGENCES.items():
+            name, told = f"divergences-{form}-{seed}", {"variant": form, "seed": seed}
+            flags = {**common, "run.seed": seed, "distill.teacher": teacher}
+            flags |= {"distill.divergence": divergence} if divergence else {}
+            steps = {"run": bench.run_words(config, bench.work / name / "run", flags)}
+            yield Job(name, "divergences", steps, read_taught, told)
+
+
+def read_taught(directory: Path) -> Found:
+    """The figures of a run with a teacher, and how far it was from that at each step."""
+    run = directory / "run"
+    rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    distances = [row.get("distill/reverse_kl/mean") for row in rows]
+    found = {**figures.run_figures(run), "reverse_kl": [round(one, 4) for one in distances if one is not None]}
+    figures.clean(directory)
+    return found
 
 
 def _sft_steps(steps: int) -> list[int]:

@@ -302,6 +302,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "mixed": joining.jobs,
     "distillation": distillation.jobs,
     "self-distillation": distillation.self_jobs,
+    "divergences": distillation.divergence_jobs,
 }
 
 
@@ -399,6 +400,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     parser.add_argument("--budget-seconds", type=float, default=4 * 3600.0)
+    parser.add_argument("--teacher", type=there, help="of part divergences; without, it trains one first")
+    parser.add_argument("--distill-config", type=there, help="of part divergences, in place of SmolLM2's")
     parser.add_argument("--trl-threads", type=int, nargs="+", default=[1], help="of TRL's process: a side for each")
     parser.add_argument("--save-every", type=int, default=2, help="steps between the points of part trl")
     parser.add_argument("--samples", type=int, default=4, help="of each held-out problem, for the judge of part trl")
@@ -409,6 +412,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("flags", nargs="*", help="after --: settings of all runs, e.g. --workers.count 2")
     options = parser.parse_args(arguments)
     options.model = options.model.resolve()
+    for name in ("teacher", "distill_config"):
+        if getattr(options, name) is not None:
+            setattr(options, name, getattr(options, name).resolve())
     if not (options.model / "config.json").is_file():
         raise UserError(f"--model {options.model} is no model directory. `make smollm` makes one.")
     return options

@@ -1,8 +1,8 @@
 """Whether tokens trained are tokens sampled, row by row: an agent's own log beside the bytes of a run's ledger.
 
 The log has a line for each answer of the model, as the agent's client received it: {"key", "answer"}, where `answer` is
-a chat completion with token ids and logprobs, and `key` that of one rollout. The bytes are read by their wire form
-alone: no code of echo2 that makes, joins or stores rows has a part in this.
+a chat completion, or a message in Anthropic's form, with token ids and logprobs, and `key` that of one rollout. The
+bytes are read by their wire form alone: no code of echo2 that makes, joins or stores rows has a part in this.
 
     a row        = prompt of the group + tokens of the row, of which the marked ones are trained on
     an answer    = the tokens that the model read, then those that it wrote
@@ -51,7 +51,7 @@ def answers(log: Path) -> dict[str, Counter[Said]]:
     for line in log.read_text(encoding="utf-8").split("\n")[:-1]:
         record = json.loads(line)
         answer: dict[str, Any] = record["answer"]
-        for choice in answer.get("choices", ()):  # a refusal has none
+        for choice in [answer] if "token_ids" in answer else answer.get("choices", ()):  # a refusal has none
             logprobs = array("f", [one["logprob"] for one in choice["logprobs"]["content"]])
             read, wrote = array("i", answer["prompt_token_ids"]), array("i", choice["token_ids"])
             said = (read.tobytes(), wrote.tobytes(), logprobs.tobytes())

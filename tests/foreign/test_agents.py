@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from array import array
 from pathlib import Path
@@ -16,22 +15,21 @@ from agent_cases import (
     AGENTS_TOKENIZER,
     PLAIN_TEMPLATE,
     ScriptedEngine,
+    agents_python,
     character_tokenizer,
     sampled,
     texts,
     trained,
 )
-from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup, SamplingParams, Task
 from echo2.engines.engine import RequestFailure
 from echo2.rollouts.generate import assignment_of, sample_group
 from echo2.rollouts.harness import HarnessEnvironment
-from echo2.sandbox.plugins import load_named, own_python
+from echo2.sandbox.plugins import load_named
 from echo2.tasks.harness_process import HarnessProcess
 from echo2.tasks.loopback_model import LoopbackModel
 from echo2.transport import messages
 from harness_cases import LEASE, group_of, played
-from real_runs import REPOSITORY
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -103,17 +101,9 @@ print(*said, sep=" | ")
 """
 
 
-def python() -> str:
-    os.chdir(REPOSITORY)  # where `make` puts it
-    try:
-        return own_python("agents")
-    except UserError as error:
-        pytest.skip(str(error))
-
-
 def play(script: str, folder: Path, engine: ScriptedEngine) -> tuple[RolloutGroup, list[str]]:
     """Play a group with a program that knows nothing of echo2; return it with what the program printed."""
-    program, path = python(), folder / "agent.py"
+    program, path = agents_python(), folder / "agent.py"
     path.write_text(script)
     printed: list[str] = []
 
@@ -181,7 +171,7 @@ def test_the_client_of_anthropic(tmp_path: Path) -> None:
 def test_the_example_reads_what_its_warm_up_shows_and_is_right_if_the_model_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python()
+    agents_python()
     spec, log = "harness:examples/agents/people.py:Agent", tmp_path / "log.jsonl"
     people, calls = (load_named(f"examples/agents/people.py:{name}") for name in ("People", "calls"))
     row, tokenizer = people("train", 3)[5], character_tokenizer(PLAIN_TEMPLATE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import string
@@ -10,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +54,7 @@ def python_of(cookbook: str) -> Path:
 def start(served: Served, cookbook: str, recipe: str, log: Path) -> subprocess.Popen[bytes]:
     """A recipe, where the tokenizers of the base models and the data sets lie."""
     environment = {**os.environ, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "TINKER_API_KEY": served.key}
-    environment["HF_HOME"] = str(log.parent / "huggingface")
+    environment |= {"TINKER_BASE_URL": served.url, "HF_HOME": str(log.parent / "huggingface")}
     script = [python_of(cookbook) / "bin" / "python", "-W", "ignore", SCRIPTS / "recipes.py"]
     with log.with_suffix(".out").open("a") as out:
         return subprocess.Popen(
@@ -129,15 +131,67 @@ def test_a_penalty_is_paid_for_leaving_the_base_model(served: Served, cookbook: 
 @pytest.mark.parametrize("cookbook", ["tinker"], indirect=True)
 def test_an_adapter_learns_from_another_one_on_its_own_samples(served: Served, cookbook: str, tmp_path: Path) -> None:
     """The cookbook's on-policy distillation: a sampling client of a checkpoint scores what another policy sampled."""
-    prompts = [{"messages": [{"role": "user", "content": f"Which number? {number}"}]} for number in range(64)]
-    folder = served.folder / "models" / "allenai" / "tulu-3-sft-mixture"
-    folder.mkdir(parents=True)
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    write_prompts(served.folder / "models")
     run(served, cookbook, "chat", tmp_path / "chat")
     run(served, cookbook, "distill", log := tmp_path / "distill")
     distances = curve(log, "teacher_kl")
     assert len(distances) == 10
     assert statistics.mean(distances[-3:]) < 0.7 * distances[0], distances
+    run(served, cookbook, "distill_from_two", log := tmp_path / "two")
+    first, second = (curve(log, f"teacher_kl/dataset_{number}") for number in range(2))
+    assert abs(second[0]) < 1e-3, "the base model is the second, and the adapter begins as it"
+    assert min(first) < 0.7 * first[0], (first, second)  # they pull in two directions
+
+
+@pytest.mark.parametrize("cookbook", ["tinker"], indirect=True)
+def test_an_adapter_learns_from_itself_with_the_answer(served: Served, cookbook: str, tmp_path: Path) -> None:
+    """Its targets are the likely tokens of a prompt's logprobs, with weights."""
+    question = {"domain": "Chemistry", "details": {"level": "L3"}, "type": "mcq", "prompt": {"default": "Answer."}}
+    question |= {"choices": {"label": ["A", "B"], "text": ["this", "that"]}, "answerKey": "B"}
+    rows = [{**question, "question": f"Which? {number}"} for number in range(120)]
+    write_rows(served.folder / "models" / "hicai-zju" / "SciKnowEval" / "test.jsonl", rows)
+    run(served, cookbook, "self_distill", log := tmp_path / "self")
+    entropies = curve(log, "sdft/mean_teacher_entropy")
+    assert len(entropies) == 10
+    assert set(curve(log, "sdft/num_datums")) == {16.0}
+    assert statistics.mean(entropies[-2:]) < statistics.mean(entropies[:2]) - 0.1, entropies
+
+
+@pytest.mark.parametrize("cookbook", ["tinker"], indirect=True)
+@pytest.mark.parametrize("recipe", ["off_policy", "prompt_distill"])
+def test_an_adapter_learns_from_what_another_model_wrote(
+    served: Served, cookbook: str, tmp_path: Path, recipe: str
+) -> None:
+    said = [[("human", f"What is {number}?"), ("gpt", f"It is {number}.")] for number in range(256)]
+    rows = [{"conversations": [{"from": who, "value": text} for who, text in turns]} for turns in said]
+    write_rows(served.folder / "models" / "open-thoughts" / "OpenThoughts3-1.2M" / "train.jsonl", rows)
+    run(served, cookbook, recipe, log := tmp_path / recipe)
+    nats = curve(log, "train_mean_nll")
+    assert len(nats) == 10
+    assert nats[-1] < nats[0] - 1.0, nats
+
+
+@pytest.mark.parametrize("cookbook", ["tinker"], indirect=True)
+def test_an_adapter_learns_from_preferences(served: Served, cookbook: str, tmp_path: Path) -> None:
+    """DPO, whose loss is the client's own, and RL on pairs of answers that the client compares."""
+    talk = "\n\nHuman: What is {}?\n\nAssistant: {}"
+    rows = [{"chosen": talk.format(at, f"It is {at}."), "rejected": talk.format(at, "No.")} for at in range(128)]
+    for split, part in {"train": rows, "test": rows[:16]}.items():
+        write_rows(served.folder / "models" / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", part)
+    run(served, cookbook, "preferences", log := tmp_path / "preferences")
+    losses = curve(log, "dpo_loss")
+    assert losses[0] == pytest.approx(math.log(2.0), abs=1e-3)
+    assert losses[-1] < 0.4, losses
+    run(served, cookbook, "shorter", log := tmp_path / "shorter")
+    lengths = curve(log, "env/all/ac_tokens_per_turn")
+    assert min(lengths) < 0.5 * lengths[0], lengths
+
+
+@pytest.mark.parametrize("cookbook", ["tinker"], indirect=True)
+def test_a_model_of_the_service_grades(served: Served, cookbook: str, tmp_path: Path) -> None:
+    """It is random, so its grades are none, which the recipe counts as 0."""
+    run(served, cookbook, "rubric", log := tmp_path / "rubric")
+    assert len(curve(log, "env/all/reward/total")) == 3
 
 
 @pytest.mark.parametrize("cookbook", ["logits"], indirect=True)
@@ -153,8 +207,22 @@ def test_a_client_continues_from_the_weights_of_an_earlier_one(served: Served, c
     assert rewards[0] > 0.02, rewards  # without what the other loop taught there is no such answer at all
 
 
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Under a name that is loaded from the hub: a folder of such a name is taken before it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+
+def write_prompts(folder: Path) -> None:
+    """For on-policy distillation."""
+    talks = [{"messages": [{"role": "user", "content": f"Which number? {number}"}]} for number in range(64)]
+    write_rows(folder / "allenai" / "tulu-3-sft-mixture" / "train.jsonl", talks)
+    questions = [{"question": f"How much is {number}?"} for number in range(64)]
+    write_rows(folder / "zwhe99" / "DeepMath-103K" / "train.jsonl", questions)
+
+
 def write_data_sets(folder: Path) -> None:
-    """Under the names that the loops load from the hub: a folder of such a name is taken before it."""
+    """For the loops."""
     ask = "{} Provide a numerical answer without units, written inside \\boxed{{}}."
     rows = []
     for count in range(400):
@@ -166,7 +234,6 @@ def write_data_sets(folder: Path) -> None:
         rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
     questions = [{"question": "Which number?", "answer": "#### 3"}] * 32
     for name, lines in {"HuggingFaceH4/no_robots": rows, "openai/gsm8k/main": questions}.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        write_rows(folder / name / "train.jsonl", lines)
     parts = "configs:\n- config_name: main\n  data_files: main/train.jsonl\n"
     (folder / "openai" / "gsm8k" / "README.md").write_text(f"---\n{parts}---\n")

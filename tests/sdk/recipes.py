@@ -108,14 +108,12 @@ def distill(cookbook: str, url: str, log: str) -> None:
     """On-policy distillation, without a reward: a fresh adapter learns from the one that `chat` trained beside its log,
     whose logprobs of each sample are asked for."""
     recipe = module(cookbook, "recipes.distillation.on_policy_distillation")
-    saved = Path(log).with_name("chat").joinpath("checkpoints.jsonl").read_text().splitlines()
-    taught = [json.loads(line) for line in saved]
     asyncio.run(
         recipe.cli_main(
             recipe.CLIConfig(
                 **small(url, log),
                 teacher_model=BASE,
-                teacher_checkpoint=[one["sampler_path"] for one in taught if one.get("sampler_path")][-1],
+                teacher_checkpoint=taught_before(log),
                 dataset="tulu3",
                 group_size=8,
                 max_tokens=12,
@@ -123,6 +121,114 @@ def distill(cookbook: str, url: str, log: str) -> None:
             )
         )
     )
+
+
+def distill_from_two(cookbook: str, url: str, log: str) -> None:
+    """The same with two data sets and a teacher for each: the adapter that `chat` trained, and the base model."""
+    recipe = module(cookbook, "recipes.distillation.on_policy_multi_teacher")
+    options = small(url, log)
+    groups = options.pop("groups_per_batch")
+    asyncio.run(
+        recipe.cli_main(
+            recipe.CLIConfig(
+                **options,
+                deepmath_teacher_model=BASE,
+                deepmath_teacher_checkpoint=taught_before(log),
+                tulu3_teacher_model=BASE,
+                deepmath_groups_per_batch=groups,
+                tulu3_groups_per_batch=groups,
+                group_size=8,
+                max_tokens=12,
+                save_every=0,
+            )
+        )
+    )
+
+
+def self_distill(cookbook: str, url: str, log: str) -> None:
+    """The policy that reads the answer teaches the one that does not: the likely tokens of the first are the targets of
+    the second, weighted by their probabilities."""
+    recipe = module(cookbook, "recipes.sdft.train")
+    options = {**small(url, log), "groups_per_batch": 8}
+    asyncio.run(
+        recipe.cli_main(
+            recipe.CLIConfig(
+                **options,
+                group_size=2,
+                max_tokens=12,
+                topk=8,
+                teacher_sync_every=4,
+                max_context_length=512,
+                save_every=0,
+            )
+        )
+    )
+
+
+def off_policy(cookbook: str, url: str, log: str) -> None:
+    """Supervised on a stream of what another model wrote."""
+    recipe = module(cookbook, "recipes.distillation.off_policy_reasoning")
+    options = without(small(url, log), "groups_per_batch")
+    sizes = {"batch_size": 8, "max_length": 256, "buffer_size": 32, "max_prompts": 128, "save_every": 0}
+    recipe.cli_main(recipe.CLIConfig(**{**options, **sizes}))
+
+
+def prompt_distill(cookbook: str, url: str, log: str) -> None:
+    """Supervised without the long prompt that the answers were made with."""
+    recipe = module(cookbook, "recipes.prompt_distillation.train")
+    options = without(small(url, log), "groups_per_batch")
+    conversations = Path(module(cookbook).__file__).parent / "example_data" / "conversations.jsonl"
+    options |= {"file_path": str(conversations), "lr_schedule": "constant"}
+    recipe.cli_main(recipe.CLIConfig(**options, batch_size=8, max_length=256, save_every=0))
+
+
+def shorter(cookbook: str, url: str, log: str) -> None:
+    """All answers of a group are compared in pairs, and the shorter one wins. It takes no address but the
+    environment's."""
+    recipe = module(cookbook, "recipes.preference.shorter.train")
+    options = without(small(url, log), "base_url", "lora_rank", "groups_per_batch")
+    recipe.cli_main(recipe.CLIConfig(**options, batch_size=4, group_size=8, max_tokens=16))
+
+
+def preferences(cookbook: str, url: str, log: str) -> None:
+    """DPO: a loss of the client's own, over the logprobs of two forward passes."""
+    recipe = module(cookbook, "recipes.preference.dpo.train")
+    options = without(small(url, log), "lora_rank", "groups_per_batch", "eval_every")
+    recipe.cli_main(recipe.CLIConfig(**{**options, "learning_rate": 1e-3}, dataset="hhh", batch_size=8, max_length=256))
+
+
+def rubric(cookbook: str, url: str, log: str) -> None:
+    """A model of the service grades; a random one gives no grade."""
+    recipe = module(cookbook, "recipes.rubric.train")
+    rows = Path(log).with_name("rubric.jsonl")
+    item = {"rubric_str": "Is it right?", "extraction_regex": "(.*)", "grader_output_format_instruction": "A number."}
+    row = {"convo": [{"role": "user", "content": "What is 4 + 5?"}], "rubric_items": [item]}
+    rows.write_text("\n".join([json.dumps(row)] * 16))
+    asyncio.run(
+        recipe.cli_main(
+            recipe.CLIConfig(
+                **{**small(url, log), "max_steps": 3},
+                grader_llm_name=BASE,
+                grader_renderer_name=RENDERER,
+                train_group_size=4,
+                train_jsonl_path=str(rows),
+                test_jsonl_path=str(rows),
+                max_tokens=8,
+                save_every=0,
+            )
+        )
+    )
+
+
+def taught_before(log: str) -> str:
+    """The last checkpoint of `chat`, whose log is beside this one."""
+    saved = Path(log).with_name("chat").joinpath("checkpoints.jsonl").read_text().splitlines()
+    found: str = [one["sampler_path"] for one in map(json.loads, saved) if one.get("sampler_path")][-1]
+    return found
+
+
+def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def loops(cookbook: str, url: str, log: str) -> None:
@@ -145,18 +251,17 @@ def module(cookbook: str, name: str = "") -> Any:
 
 def main() -> None:
     cookbook, recipe, url, log = sys.argv[1:]
-    match recipe:
-        case "chat":
-            chat(cookbook, url, log)
-        case "loops":
-            loops(cookbook, url, log)
-        case "distill":
-            distill(cookbook, url, log)
-        case "math_kl":
-            math_kl(cookbook, url, log)
-        case _:
-            _, loss, stale = recipe.split("-")
-            math(cookbook, url, log, loss, int(stale) or None)
+    if recipe in RECIPES:
+        RECIPES[recipe](cookbook, url, log)
+    else:
+        _, loss, stale = recipe.split("-")
+        math(cookbook, url, log, loss, int(stale) or None)
+
+
+#: By name; others are math-LOSS-STALENESS.
+TAUGHT = chat, loops, distill, distill_from_two, self_distill, off_policy, prompt_distill
+REWARDED = math_kl, shorter, preferences, rubric
+RECIPES = {one.__name__: one for one in (*TAUGHT, *REWARDED)}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,9 @@ from echo2.launch.preflight import check
 from echo2.launch.start import absolute, changes, check_teachers
 from echo2.tasks.streams import load_tasks
 from echo2.tasks.teaching import task_for_teacher, teacher_of
+from echo2.transport.messages import parse_group
 from head_cases import OpenHead, delivery, sample, settings, until
+from judge_standin import judge_standin
 from model_cases import model_directory
 from rollout_cases import END
 
@@ -72,6 +75,45 @@ def test_a_single_teacher_has_no_name_and_reads_the_same_prompt(tmp_path: Path) 
             assert (group.teaching.teacher, len(group.teaching.prompt_tokens)) == ("", 0)
 
     run(scenario())
+
+
+def test_the_learner_hears_what_an_endpoint_is_asked_while_a_judge_thinks(tmp_path: Path) -> None:
+    """Of groups whose teacher is an endpoint, and of no others."""
+    released = threading.Event()
+
+    def think(question: str, n: int) -> str:
+        assert released.wait(60.0)
+        return ""
+
+    named = {"far": "http://127.0.0.1:1/v1", "own": "self"}
+    columns = {"teacher": "own", "teacher_prompt": "35 of 53="}, {"teacher": "far", "teacher_prompt": "35 of 53="}
+
+    async def scenario(url: str) -> None:
+        judge = {"model": "m", "base_url": url, "rubric": "Digits."}
+        raw = settings(rows(tmp_path / "rows.jsonl", *columns), schedule={"groups_per_step": 2}) | {
+            "distill": {"teacher": named}
+        }
+        raw |= {"reward": {"functions": ["judge"], "judge": judge, "timeout_seconds": 60.0}}
+        async with OpenHead(tmp_path, raw) as head, head.attending() as leases:
+            said = [sample(RIGHT), sample(WRONG), sample(RIGHT), sample(WRONG[:2], finish="length")]
+            for number in range(2):
+                await until(lambda number=number: len(leases) > number)
+                assert (await head.deliver(delivery(leases[number], said)))[0][0]
+            heard = parse_group((await anext(head.session)).unscored)
+            assert not head.fed
+            released.set()
+            await until(lambda: len(head.fed) == 2)
+            (fed,) = [group for group in head.fed if group.teaching.teacher == "far"]
+            assert (heard.group, heard.step, heard.prompt_tokens) == (fed.group, fed.step, fed.prompt_tokens)
+            assert heard.teaching == fed.teaching
+            assert len(heard.teaching.prompt_tokens) > 0
+            for told, row in zip(heard.rollouts, fed.rollouts, strict=True):
+                assert (told.tokens, told.loss_mask) == (row.tokens, row.loss_mask)
+            assert head.head.connections.learner is not None
+            assert head.head.connections.learner.orders.empty()
+
+    with judge_standin(think) as judge:
+        run(scenario(judge.url))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ when, and what every fault costs."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import socket
 import threading
@@ -17,17 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.config import Config, build
+from echo2.config import Config
 from echo2.config.rundir import CRASH_RECORD
 from echo2.core.errors import UserError
 from echo2.core.types import Backoff, RolloutGroup, Teaching
-from echo2.engines.tokenizer import load_tokenizer
-from echo2.launch.start import check_teachers
 from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.saving import CrashRecord
-from echo2.learner.link import teacher_endpoint
-from echo2.learner.link.teacher_endpoint import TeacherEndpoint, greeted
+from echo2.learner.link.teacher_endpoint import TeacherEndpoint
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
 from learner_cases import (
     TEXTS,
     VOCAB,
@@ -39,8 +37,8 @@ from learner_cases import (
     tiny_module,
     write_tokenizer,
 )
-from teacher_standin import TeacherStandIn, teacher_standin
-from test_learner_loop import OPTIONS, ScriptedHead, run, weights
+from teacher_standin import teacher_standin
+from test_learner_loop import OPTIONS, ScriptedHead, run, step_groups, weights
 
 PLAIN: dict[str, Any] = {"loss": "tis", "loss_params": {"cap": 1e6}, "advantage": "none"}
 #: Long enough that a busy machine answers, short where a request hangs for as long as a test wants.
@@ -49,8 +47,7 @@ QUICK: dict[str, Any] = {"backoff": Backoff(0.001, 0.01), "seconds": 20.0}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    where = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return {path.name: path.read_bytes() for path in where.iterdir()} | {"config.json": b"{}"}
+    return tokenizer_files_in(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +76,12 @@ def client_of(files: dict[str, bytes]) -> Iterator[Callable[..., GrpoClient]]:
             one.teachers.close()
 
 
+def tokenizer_files_in(directory: Path) -> dict[str, bytes]:
+    """The policy's files."""
+    where = write_tokenizer(directory)
+    return {path.name: path.read_bytes() for path in where.iterdir()} | {"config.json": b"{}"}
+
+
 def likely(top_k: int) -> dict[str, int]:
     """The setting `distill.divergence`; 0: the teacher's part is in the advantages."""
     return {"top_k": top_k} if top_k else {}
@@ -91,6 +94,14 @@ def standin_of(teacher: str, **options: Any) -> Any:
 def some_groups(seed: int = 5, name: str = "", prompt: tuple[int, ...] = ()) -> list[RolloutGroup]:
     made = [random_group(random.Random(seed + at), at) for at in range(3)]
     return [replace(one, teaching=Teaching(name, array("i", prompt))) for one in made]
+
+
+def num_questions(groups: list[RolloutGroup]) -> int:
+    """How often a teacher is asked about them."""
+    rows = [
+        (one.prompt_tokens.tobytes(), row.tokens.tobytes(), row.loss_mask) for one in groups for row in one.rollouts
+    ]
+    return len({row for row in rows if 1 in row[2]})
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -162,10 +173,7 @@ def test_rows_are_asked_about_when_their_group_arrives_and_once_in_a_step(
             client.hear(group)
         assert client.teachers is not None
         assert client.teachers.waits_for(groups, 60.0) == ""
-        rows = [
-            (one.prompt_tokens.tobytes(), row.tokens.tobytes(), row.loss_mask) for one in groups for row in one.rollouts
-        ]
-        num_rows = len({row for row in rows if 1 in row[2]})
+        num_rows = num_questions(groups)
         num_asked = standin.num_asked["/v1/completions"]
         standin.fault = lambda path, n: "400"  # nothing more is asked
         client.forward_backward(groups)
@@ -254,74 +262,6 @@ def test_a_fault_that_lasts_stops_the_run_with_its_reason(
             client.forward_backward(some_groups())
     assert words in str(caught.value)
     assert weights(client) == before
-
-
-# ---- greetings -------------------------------------------------------------------------------------------------------
-
-
-def greet(standin: TeacherStandIn, files: dict[str, bytes], top_k: int = 0, name: str = "") -> str:
-    return asyncio.run(greeted(standin.url + name, top_k, load_tokenizer(files), 60.0))
-
-
-def test_a_compatible_teacher_passes_the_greeting(teacher: str, files: dict[str, bytes]) -> None:
-    with standin_of(teacher) as standin:
-        assert greet(standin, files, 13) == ""
-        standin.models = ("one", "two")
-        assert greet(standin, files, 0, "#two") == ""
-        assert standin.bodies[-1]["model"] == "two"
-
-
-@pytest.mark.parametrize(
-    ("options", "name", "words"),
-    [
-        (
-            {"models": ("one", "two")},
-            "",
-            r"it serves one, two\. Name one behind the address: http://127\.0\.0\.1:\d+/v1#NAME",
-        ),
-        ({"models": ("one",)}, "#three", "it serves one"),
-        ({"models": ()}, "", "it serves nothing"),
-        ({"max_logprobs": 5}, "", "Start it with --max-logprobs 6 or more"),
-    ],
-)
-def test_the_error_names_what_the_teacher_does_not_serve(
-    teacher: str, files: dict[str, bytes], options: dict[str, Any], name: str, words: str
-) -> None:
-    with standin_of(teacher, **options) as standin, pytest.raises(UserError, match=words):
-        greet(standin, files, 6, name)
-
-
-def test_another_vocabulary_or_tokenizer_is_refused_with_a_token(teacher: str, files: dict[str, bytes]) -> None:
-    with standin_of(teacher) as standin:
-        standin.texts = TEXTS[:-1]
-        with pytest.raises(UserError, match=r"Token id 12 is out of vocabulary.*The policy has 13 tokens: take"):
-            greet(standin, files)
-        standin.texts = [*TEXTS[:5], "t6", "t5", *TEXTS[7:]]
-        with pytest.raises(UserError, match=r"another tokenizer: number 5 is 't5' here, and 't6' there"):
-            greet(standin, files)
-        standin.texts = [f" {text}" for text in TEXTS]  # decoders tidy up spaces
-        assert greet(standin, files) == ""
-
-
-def test_a_wrong_answer_to_the_greeting_costs_a_request(teacher: str, files: dict[str, bytes]) -> None:
-    spoils = lambda path, n: "short" if path == "/v1/completions" and n == 1 else ""  # noqa: E731
-    with standin_of(teacher, fault=spoils) as standin:
-        assert greet(standin, files, 4) == ""
-        assert standin.num_asked["/v1/completions"] == 3
-
-
-def test_a_key_comes_from_the_environment_and_is_in_no_message(
-    teacher: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(teacher_endpoint.KEY_VARIABLE, "a-secret-key")
-    with standin_of(teacher) as standin:
-        assert greet(standin, files) == ""
-        assert set(standin.keys) == {"Bearer a-secret-key"}
-        standin.fault = lambda path, n: "401"
-        told = asyncio.run(greeted(standin.url, 0, load_tokenizer(files), 1.0))
-    assert "it answers 401" in told
-    assert f"the key is that of ${teacher_endpoint.KEY_VARIABLE}" in told
-    assert "a-secret-key" not in told
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
@@ -414,6 +354,54 @@ def test_a_group_is_asked_about_before_the_next_has_come(
     assert seen == [True]
 
 
+def test_what_the_head_foretells_is_asked_about_before_its_step_and_once(
+    teacher: str, client_of: Callable[..., GrpoClient], tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """Groups of step 2 are foretold when step 0 is under way: the teacher has been asked about them before the learner
+    has trained that, and is asked nothing more when they come."""
+    greeting, asked, known = 1, threading.Event(), threading.Event()
+    num_rows = {step: num_questions(step_groups(step)) for step in range(3)}
+    wanted = greeting + num_rows[0] + num_rows[2]
+
+    def hear(path: str, n: int) -> str:
+        if path == "/v1/completions" and n == wanted:
+            asked.set()
+        return ""
+
+    def foretell(head: ScriptedHead, now: str, count: int) -> None:
+        if now == "before:FedGroups" and count == 1:
+            for group in step_groups(2):
+                head.orders.put_nowait(wire.LearnerWelcome(unscored=messages.encode_unscored(group, Teaching())))
+        if now == "before:ReportStep" and count == 1:
+            assert asked.wait(60.0)
+            known.set()
+
+    with standin_of(teacher, fault=hear) as standin:
+        client = client_of(teacher=standin.url, **RUN)
+        run(ScriptedHead(max_steps=3, fault=foretell), client, tmp_path / "foretold")
+        assert standin.num_asked["/v1/completions"] == greeting + sum(num_rows.values())
+    assert known.is_set()
+    close_to(weights(client), expected)
+
+
+def test_rows_are_not_asked_about_ahead_without_end(teacher: str, client_of: Callable[..., GrpoClient]) -> None:
+    """A stranger may deliver one group after the other that is retired."""
+    with standin_of(teacher) as standin:
+        client = client_of(teacher=standin.url, groups_per_step=2, group_size=3, **PLAIN)
+        assert client.teachers is not None
+        schedule, rows = client.config.schedule, client.config.sampling.group_size
+        most = (schedule.max_staleness + 2) * schedule.groups_per_step * rows
+        groups = [replace(one, step=step) for step in range(most) for one in some_groups(seed=9 * step)]
+        for group in groups:
+            client.hear(group)
+        asked = client.teachers._asked
+        assert asked is not None
+        assert most <= asked.num_rows < most + max(len(one.rollouts) for one in groups)
+        assert client.teachers.waits_for(groups[-1:], 60.0) == ""  # but what is trained on always is
+        client.teachers.end_step(most)
+        assert asked.num_rows == 0
+
+
 def test_a_stop_ends_the_wait_for_a_teacher_and_blames_no_group(
     client_of: Callable[..., GrpoClient], tmp_path: Path
 ) -> None:
@@ -451,27 +439,3 @@ def test_another_tokenizer_ends_a_run_at_once(
         client = client_of(teacher=standin.url, **RUN)
         with pytest.raises(UserError, match="it has another tokenizer"):
             run(ScriptedHead(max_steps=3), client, tmp_path)
-
-
-# ---- a dry run -------------------------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_asks_a_teacher_that_is_there_and_names_one_that_is_not(
-    teacher: str, files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
-    settings: dict[str, Any] = {"model": {"path": str(tmp_path)}, "distill": {"divergence": likely(7)}}
-    monkeypatch.setattr("echo2.launch.start.greeted", partial(greeted, seconds=1.0))
-    with standin_of(teacher, max_logprobs=6) as standin:
-        settings["distill"]["teacher"] = standin.url
-        with pytest.raises(UserError, match="--max-logprobs 7"):
-            check_teachers(build(settings, "my.toml"))
-        settings["distill"]["divergence"] = likely(6)
-        monkeypatch.setattr("echo2.launch.start.greeted", partial(greeted, seconds=60.0))
-        check_teachers(build(settings, "my.toml"))
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("echo2.launch.start.greeted", partial(greeted, seconds=1.0))
-    settings["distill"]["teacher"] = "http://127.0.0.1:1/v1"
-    check_teachers(build(settings, "my.toml"))
-    assert "note: distill.teacher = 'http://127.0.0.1:1/v1' does not answer now" in capsys.readouterr().err

@@ -97,7 +97,9 @@ class ScriptedHead:
             welcome, orders = self._hello(request), self.orders
             self._meet("after:LearnerHello")
             yield welcome
-            yield await orders.get()
+            while not (order := await orders.get()).stop:
+                yield order
+            yield order
             return
         self._know(method, request)
         if request.step != self.version:

@@ -119,10 +119,11 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
         "mixed": 3,
         "distillation": 3,
         "self-distillation": 3,
+        "divergences": 1 + 3 * 7,
     }
     ordered = bench.in_order(all_jobs)
     assert [one.told["S"] for one in ordered[:6]] == list(bench.STALENESS)
-    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 40 + [1] * 31 + [2] * 31
+    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 48 + [1] * 38 + [2] * 38
     assert [one.told["side"] for one in ordered[-12:]] == ["echo2", "trl-1"] * 6
     assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
@@ -140,7 +141,7 @@ def test_every_generated_configuration_is_valid(all_jobs: list[Job]) -> None:
             assert pairs.pop("out").endswith("/run")
             bench.load(Path(config), pairs)
             seen += 1
-    assert seen == 18 + 12 + 12 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 + 3 * 3 + 3
+    assert seen == 18 + 12 + 12 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 + 3 * 3 + 3 + 1 + 3 * 7
 
 
 def test_rows_of_a_teacher_mix_its_tasks() -> None:
@@ -167,6 +168,23 @@ def test_curves_of_students_have_what_was_reached(tmp_path: Path) -> None:
     (tmp_path / "sample.out").write_text('{"eval/accuracy": 0.9}\n')
     found = distillation.read(tmp_path, 20)
     assert found == {"curves": {"sft": [[480, None, 0.52]]}, "sft_after": 0.52, "teacher_on_training_tasks": 0.9}
+
+
+def test_the_forms_have_one_teacher_which_comes_first(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    words = ["--model", str(model), "--seeds", "0", "1"]
+    first, *students = distillation.divergence_jobs(bench.Bench(bench.parse(words), tmp_path / "own"))
+    teacher = first.steps["export"][-1]
+    assert [one.steps["run"][one.steps["run"].index("--distill.teacher") + 1] for one in students] == [teacher] * 14
+    assert len({tuple(one.steps["run"]) for one in students}) == 14
+    with pytest.raises(UserError, match="name one with --teacher"):
+        list(distillation.divergence_jobs(bench.Bench(bench.parse([*words, "--at-once", "2"]), tmp_path / "two")))
+    given = [*words, "--teacher", str(model), "--at-once", "2", "--distill-config", "examples/distillation.toml"]
+    jobs = list(distillation.divergence_jobs(bench.Bench(bench.parse(given), tmp_path / "given")))
+    assert len(jobs) == 14
+    assert all("--tasks.source" not in one.steps["run"] for one in jobs)
 
 
 def test_flags_after_the_dashes_win(tmp_path: Path) -> None:

@@ -275,6 +275,61 @@ def test_the_budget_is_never_exceeded_and_ends_with_what_to_do() -> None:
         assert len(standin.asked) == before
 
 
+PRICED: dict[str, Any] = {"usd_per_mtok": [0.0, 1.0], "params": {"max_tokens": 500}}
+#: Dollars of an answer, and the most that a request may cost.
+ANSWERED, AT_MOST = 10 / 1e6, 500 / 1e6
+
+
+@pytest.mark.parametrize(("fault", "num_paid"), [("hang", 1), ("cut", 1), ("500", 0), ("429", 0), ("400", 0)])
+def test_a_request_that_was_sent_and_has_no_answer_counts_with_the_most_it_may_cost(fault: str, num_paid: int) -> None:
+    """An endpoint bills what it has written, whether somebody waits for it or not."""
+
+    async def body(judge: Judge) -> float:
+        assert (await judge.score(TASK, ["1"]))[0] == [0.1]
+        return judge.spent_usd
+
+    with judge_standin(lambda question, n: fault if n == 1 and question != PROBE else "") as standin:
+        spent = with_judge(standin, body, seconds=2.0, **PRICED)
+        num_answered = len(standin.asked) - 1  # what asks whether it is there is answered, too
+    assert spent == pytest.approx(num_paid * AT_MOST + num_answered * ANSWERED)
+
+
+def test_a_request_that_a_stop_ends_counts_and_one_that_was_never_sent_does_not() -> None:
+    judges_made: list[Judge] = []
+
+    async def stopped(judge: Judge) -> None:
+        judges_made.append(judge)
+        scoring = asyncio.ensure_future(judge.score(TASK, ["1", "22", "333"]))
+        await until(lambda: standin.num_at_once)
+        assert judge.spent_usd == 0.0
+        scoring.cancel()
+
+    with judge_standin(lambda question, n: "hang") as standin:
+        with_judge(standin, stopped, max_concurrency=1, **PRICED)
+    assert judges_made[0].spent_usd == pytest.approx(AT_MOST)
+
+    async def nowhere(judge: Judge) -> None:
+        scoring = asyncio.ensure_future(judge.score(TASK, ["1"]))
+        await until(lambda: "ConnectError" in judge.trouble)
+        scoring.cancel()
+        assert judge.spent_usd == 0.0
+
+    standin.url = "http://127.0.0.1:1/v1"
+    with_judge(standin, nowhere, **PRICED)
+
+
+def test_a_judge_that_hangs_is_asked_whether_it_is_there_within_the_budget() -> None:
+    async def body(judge: Judge) -> float:
+        with pytest.raises(BudgetSpent, match="next request may cost"):
+            await judge.score(TASK, ["1", "22"])
+        return judge.spent_usd
+
+    with judge_standin(lambda question, n: "hang") as standin:
+        spent = with_judge(standin, body, seconds=0.2, budget_usd=5.5 * AT_MOST, **PRICED)
+        assert len(standin.asked) == 5
+    assert spent == pytest.approx(5 * AT_MOST)
+
+
 def test_limits_by_the_minute_space_requests_whatever_their_size() -> None:
     pace = MinuteLimit(60)
     assert [pace.take(1, 10.0) for _ in range(3)] == [0.0, 1.0, 2.0]

@@ -170,6 +170,9 @@ def test_anthropics_messages_are_the_same_conversation() -> None:
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "is")
         assert answer["content"] == [{"type": "text", "text": "it "}]
         assert answer["usage"]["output_tokens"] == 5
+        assert AGENTS_TOKENIZER.decode(answer["token_ids"]) == "it is"  # beside the form, for an agent's own log
+        assert len(answer["logprobs"]["content"]) == 5
+        assert len(answer["prompt_token_ids"]) == answer["usage"]["input_tokens"]
         return 1.0
 
     group = rollouts(ScriptedEngine(adds), agent)

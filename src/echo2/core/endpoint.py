@@ -81,7 +81,8 @@ def key_in(variable: str) -> str:
 class Endpoint:
     """Makes requests to an endpoint, for one event loop, `max_concurrency` at once. `name` and `waiting`: the subjects
     of sentences, as in "the judge" and "scoring". `key`: empty, it has none; `about_key`: what a refused key needs.
-    `seconds`: the limit of one request, which the setting or reason `limit` gives.
+    `seconds`: the limit of one request, which the setting or reason `limit` gives. `on_unanswered` is called with the
+    body of a request that was sent, and whose answer never came or was not awaited: it may be billed.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Endpoint:
         about_key: str = "",
         max_concurrency: int = 16,
         backoff: Backoff = BACKOFF,
+        on_unanswered: Callable[[bytes], None] = lambda body: None,
     ) -> None:
+        self._on_unanswered = on_unanswered
         self._url, self._name, self._waiting = url.rstrip("/"), name, waiting
         self._seconds, self._limit, self._backoff = seconds, limit, backoff
         self._key, self._about_key = key, about_key
@@ -170,13 +173,18 @@ class Endpoint:
             BusyEndpoint, DownEndpoint: it is.
             RefusedRequest: it refuses this one.
         """
+        sent = asyncio.Event()
         try:
             async with asyncio.timeout(self._seconds):
-                status, retry_after, data = await self._exchange(path, body, bytes_max)
+                status, retry_after, data = await self._exchange(path, body, bytes_max, sent)
+            sent.clear()
         except TimeoutError as error:
             raise DownEndpoint(f"it gave no answer within {self._limit} = {self._seconds:g}") from error
         except httpx2.HTTPError as error:
             raise DownEndpoint(f"{type(error).__name__} {printable(str(error), SAID_CHARS)}".rstrip()) from error
+        finally:
+            if sent.is_set() and body is not None:
+                self._on_unanswered(body)
         if 200 <= status < 300:
             self.num_answers, self._num_busy = self.num_answers + 1, 0
             return data
@@ -218,11 +226,18 @@ class Endpoint:
                     await pauses.pause()
             self._down = ""
 
-    async def _exchange(self, path: str, body: bytes | None, bytes_max: int) -> tuple[int, str, bytes]:
+    async def _exchange(
+        self, path: str, body: bytes | None, bytes_max: int, sent: asyncio.Event
+    ) -> tuple[int, str, bytes]:
         """Return status, Retry-After and answer: cut off where it is too long, and without the key, which some repeat
-        and messages would quote."""
-        method = "GET" if body is None else "POST"
-        async with self._client.stream(method, self._url + path, content=body) as response:
+        and messages would quote. `sent` is set when the request has left."""
+
+        async def trace(moment: str, _: object) -> None:
+            if moment.endswith("send_request_body.complete"):
+                sent.set()
+
+        method, traced = "GET" if body is None else "POST", {"trace": trace}
+        async with self._client.stream(method, self._url + path, content=body, extensions=traced) as response:
             read = bytearray()
             async for part in response.aiter_raw():
                 read += part

@@ -112,10 +112,11 @@ class Judge:
             about_key=f"the key is that of ${name}" if name else "reward.judge.api_key_env names no key",
             max_concurrency=judge.max_concurrency,
             backoff=backoff,
+            on_unanswered=self._unanswered,
         )
         self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}
-        self._reserved, self._freed = list[float](), asyncio.Event()
+        self._reserved, self._freed = dict[bytes, float](), asyncio.Event()  # by the body of a request under way
         self.spent_usd = spent_usd
 
     @property
@@ -205,17 +206,14 @@ class Judge:
 
     async def _try(self, body: bytes, is_pair: bool) -> tuple[float, float]:
         """Make a request when the limits allow it."""
-        estimate, budget = self._estimate(body), self._judge.budget_usd
+        estimate = self._estimate(body)
         usd = self._usd(estimate)
-        while budget and self.spent_usd + sum(self._reserved) + usd > budget:
+        while not self._affords(usd):
             if not self._reserved:
-                raise BudgetSpent(
-                    f"the judge's budget of ${budget:g} is spent: it has cost ${self.spent_usd:.4f}, and the next "
-                    f"request may cost ${usd:.4f}. Raise reward.judge.budget_usd and continue with --resume"
-                )
+                raise self._too_dear(usd)
             self._freed.clear()
             await self._freed.wait()  # most cost less than they may
-        self._reserved.append(usd)
+        self._reserved[body] = usd
         try:
             now = time.monotonic()
             paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
@@ -223,13 +221,33 @@ class Judge:
             data, seconds = await self._endpoint.request(CHAT, body, REPLY_BYTES_MAX, self._look)
             return verdict(self._counted(data, estimate), is_pair), seconds
         finally:
-            self._reserved.remove(usd)
+            self._reserved.pop(body, None)
             self._freed.set()
 
     async def _look(self) -> None:
-        """Find out whether the judge answers."""
+        """Find out whether the judge answers. Raises BudgetSpent: that may cost too much."""
         body = self._body([{"role": "user", "content": "Say: yes."}])
-        self._counted(await self._endpoint.exchange(CHAT, body, REPLY_BYTES_MAX), self._estimate(body))
+        estimate = self._estimate(body)
+        if not self._affords(self._usd(estimate)):
+            raise self._too_dear(self._usd(estimate))
+        self._counted(await self._endpoint.exchange(CHAT, body, REPLY_BYTES_MAX), estimate)
+
+    def _affords(self, usd: float) -> bool:
+        """Whether the budget suffices for so much beside what was spent, and what requests under way may cost."""
+        budget = self._judge.budget_usd
+        return not budget or self.spent_usd + sum(self._reserved.values()) + usd <= budget
+
+    def _too_dear(self, usd: float) -> BudgetSpent:
+        return BudgetSpent(
+            f"the judge's budget of ${self._judge.budget_usd:g} is spent: it has cost ${self.spent_usd:.4f}, and the "
+            f"next request may cost ${usd:.4f}. Raise reward.judge.budget_usd and continue with --resume"
+        )
+
+    def _unanswered(self, body: bytes) -> None:
+        """Count a request whose answer never came: an endpoint bills what it has written. It cannot be more than the
+        request may cost, where `params` bound what is written."""
+        self._reserved.pop(body, None)
+        self.spent_usd += self._usd(self._estimate(body))
 
     def _counted(self, data: bytes, estimate: Usage) -> JudgeReply:
         """Read a reply, and count what it costs; `estimate`: the cost of an unreadable one.

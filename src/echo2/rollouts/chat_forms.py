@@ -349,6 +349,8 @@ def _anthropic_answer(request_id: str, answers: Sequence[ChatAnswer]) -> Json:
         "stop_reason": "tool_use" if calls else ended,
         "stop_sequence": one.stop or None,
         "usage": {"input_tokens": len(one.prompt), "output_tokens": len(one.completion.tokens)},
+        "prompt_token_ids": one.prompt.tolist(),
+        **tokens_of(one.completion),
     }
 
 

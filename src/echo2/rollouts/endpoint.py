@@ -2,7 +2,7 @@
 
     POST /inference/v1/generate   vLLM's token form: token ids in, token ids with their logprobs and versions out
     POST /v1/chat/completions     OpenAI's form, with the token ids of prompt and answer and the logprobs beside it
-    POST /v1/messages             Anthropic's form
+    POST /v1/messages             Anthropic's form, with the same beside it, unless it is streamed
     GET  /v1/models               the model's name and context length
 
 The key is checked before a body is read. Bodies, calls, tokens and seconds are bounded. Other sampling options of a

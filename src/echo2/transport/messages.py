@@ -89,6 +89,21 @@ def encode_scores(scores: Sequence[Score], teaching: Teaching) -> bytes:
     return wire.RolloutGroup(scores=_encode_scores(scores), **_encode_teaching(teaching)).SerializeToString()
 
 
+def encode_unscored(group: RolloutGroup, teaching: Teaching) -> bytes:
+    """What a teacher is asked about a group whose rewards are being computed; `parse_group` reads it."""
+    rows = [wire.Rollout(tokens=row.tokens.tobytes(), loss_mask=row.loss_mask) for row in group.rollouts]
+    message = wire.RolloutGroup(
+        policy=group.group.policy,
+        kind=group.group.kind,
+        number=group.group.number,
+        step=group.step,
+        prompt_tokens=group.prompt_tokens.tobytes(),
+        rollouts=rows,
+        **_encode_teaching(teaching),
+    )
+    return message.SerializeToString()
+
+
 def _encode_teaching(teaching: Teaching) -> dict[str, Any]:
     return {"teacher": teaching.teacher, "teacher_prompt": teaching.prompt_tokens.tobytes()}
 

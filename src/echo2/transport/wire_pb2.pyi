@@ -579,20 +579,22 @@ class LearnerHello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., policy: _Optional[str] = ..., epoch: _Optional[int] = ..., routes: _Optional[_Union[RouteShape, _Mapping]] = ...) -> None: ...
 
 class LearnerWelcome(_message.Message):
-    __slots__ = ("lineage", "max_steps", "published", "epoch", "stop", "base_models")
+    __slots__ = ("lineage", "max_steps", "published", "epoch", "stop", "base_models", "unscored")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     BASE_MODELS_FIELD_NUMBER: _ClassVar[int]
+    UNSCORED_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     max_steps: int
     published: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
     stop: str
     base_models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lineage: _Optional[int] = ..., max_steps: _Optional[int] = ..., published: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., stop: _Optional[str] = ..., base_models: _Optional[_Iterable[str]] = ...) -> None: ...
+    unscored: bytes
+    def __init__(self, lineage: _Optional[int] = ..., max_steps: _Optional[int] = ..., published: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., stop: _Optional[str] = ..., base_models: _Optional[_Iterable[str]] = ..., unscored: _Optional[bytes] = ...) -> None: ...
 
 class TakeGroups(_message.Message):
     __slots__ = ("step", "epoch")

@@ -13,7 +13,7 @@ from echo2.transport.limits import NAME_CHARS_MAX, PRICE_MAX_USD_PER_HOUR, PROTO
 
 #: Maximum number of leases that a returning worker may claim to hold, and of environments that it may name.
 CLAIMS_MAX = 10_000
-#: Maximum number of orders queued for one worker.
+#: Maximum number of orders queued for one worker, or for the learner.
 OUTBOX_ORDERS_MAX = 1024
 
 
@@ -104,6 +104,12 @@ class LearnerConnection:
         """Tell the learner to save a checkpoint and to end."""
         self.orders.put_nowait(wire.LearnerWelcome(stop=reason))
 
+    def foretell(self, group: bytes) -> None:
+        """Send what a teacher is to be asked about a group that is not scored yet. A learner that reads too slowly
+        does not get it: it asks when the group comes."""
+        if self.orders.qsize() < OUTBOX_ORDERS_MAX:
+            self.orders.put_nowait(wire.LearnerWelcome(unscored=group))
+
     def tell(self, doing: str) -> None:
         """Keep what the learner says it is doing."""
         self.doing = doing
@@ -152,6 +158,11 @@ class Connections:
         if self.learner is not None:
             self.learner.end()
         self.learner = learner
+
+    def foretell(self, group: bytes) -> None:
+        """As the learner's, if one is connected."""
+        if self.learner is not None:
+            self.learner.foretell(group)
 
     def quit(self, learner: LearnerConnection) -> bool:
         """Remove the learner. Return False if it has a new session."""

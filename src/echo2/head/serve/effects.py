@@ -184,8 +184,7 @@ class HeadEffects:
             head.ending.stop(str(error))
             return
         finally:  # what a group cost that got no score is spent, too
-            if head.reward.judge is not None:
-                head.ledger.set_meta("judge_usd", head.reward.judge.spent_usd)
+            head.keep_judge_usd()
         await head.events.tell(event)
 
     def _feed(self, command: do.FeedGroup | do.EndStep) -> None:

@@ -253,9 +253,16 @@ class Head:
                 config, self.ledger.get_meta("judge_usd", 0.0), partial(self.books.failures.add, "judge_retried")
             ),
         )
-        teaching = config.distill.teachers, config.tasks.environment
+        teaching = config.distill, config.tasks.environment
         self.scoring = Scoring(
-            self.reward, self.ledger, self.tasks, self.tokenizer, self.train_tasks, *teaching, identity
+            self.reward,
+            self.ledger,
+            self.tasks,
+            self.tokenizer,
+            self.train_tasks,
+            *teaching,
+            identity,
+            self.connections.foretell,
         )
         self.machines = self._machines(offers)
 
@@ -341,6 +348,11 @@ class Head:
         worker = self.planner.fleet.get(worker_id)
         return worker if worker is not None and worker_id in self.connections.workers else None
 
+    def keep_judge_usd(self) -> None:
+        """Have the ledger know what the judge has cost."""
+        if self.reward.judge is not None:
+            self.ledger.set_meta("judge_usd", self.reward.judge.spent_usd)
+
     async def close(self) -> None:
         """Tell the workers and the learner that the run is over, and close all files."""
         kind, reason = self.ending.outcome or ("stopped", "the head is closing")
@@ -352,6 +364,7 @@ class Head:
         try:
             await self.ending.background.close()  # scoring tasks end their reward process first
             await self.reward.close()
+            self.keep_judge_usd()  # of requests that the close has ended, too
             self.tasks.close()
             await self.deliveries.close()
         finally:

@@ -8,10 +8,11 @@ processes compute the rewards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 
 from echo2.config import Config
+from echo2.config.sections import DistillConfig
 from echo2.core.clock import Clock
 from echo2.core.errors import PeerError, UserError, counted
 from echo2.core.types import (
@@ -43,7 +44,7 @@ from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import MESSAGE_BYTES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
-from echo2.transport.messages import encode_scores, parse_group
+from echo2.transport.messages import encode_scores, encode_unscored, parse_group
 from echo2.transport.regroup import as_one_row, by_row, joined, with_scores, without
 from echo2.transport.routes import RouteShape, check_routes
 
@@ -54,7 +55,7 @@ GROUP_BYTES_MAX = MESSAGE_BYTES_MAX - FEED_BYTES - (1 << 20)
 
 
 class Scoring:
-    """Computes the rewards of delivered groups."""
+    """Computes the rewards of delivered groups. `foretell` gets what an endpoint that teaches is asked meanwhile."""
 
     def __init__(
         self,
@@ -63,13 +64,14 @@ class Scoring:
         tasks: TaskReader,
         tokenizer: asyncio.Future[RunTokenizer],
         train_tasks: Tasks,
-        teachers: Mapping[str, str],
+        distill: DistillConfig,
         environment: str,
         identity: RunIdentity,
+        foretell: Callable[[bytes], None],
     ) -> None:
         self._reward, self._ledger, self._tasks, self._tokenizer = reward, ledger, tasks, tokenizer
-        self._train_tasks, self._teachers, self._environment = train_tasks, teachers, environment
-        self._identity = identity
+        self._train_tasks, self._distill, self._environment = train_tasks, distill, environment
+        self._identity, self._foretell = identity, foretell
 
     async def score(self, command: do.ScoreGroup) -> ev.GroupScored | ev.GroupUnfit:
         """Return the event with the rewards of a delivered group. A failure ends the group, not the run.
@@ -97,14 +99,17 @@ class Scoring:
         Raises:
             UserError: the row names no teacher, or nothing that a teacher can read, or a harness makes the prompts.
         """
-        if not self._teachers or kind == "eval":
+        if not self._distill.teachers or kind == "eval":
             return Teaching()
-        name = teacher_of(task, self._teachers, self._environment)
+        name = teacher_of(task, self._distill.teachers, self._environment)
         return Teaching(name, self._tokenizer.result().teacher_prompt(task))
 
     async def _scored(self, group: RolloutGroup) -> ev.GroupScored:
         """Return the event with the rewards of a group, and the seconds that they took."""
         task = await self._tasks.task(group.group, group.cursor)
+        teaching = self.teaching(group.group.kind, task)
+        if group.group.kind == "train" and teaching.teacher in self._distill.endpoints:
+            self._foretell(encode_unscored(group, teaching))
         group = self._tokenizer.result().read(group, task)
         whole = as_one_row(group)
         texts = [one.text for one in whole]
@@ -128,7 +133,7 @@ class Scoring:
         is_read = group.group.kind == "eval" or self._train_tasks.source_of(group.cursor)
         of_rows = by_row(group, scores)
         found = with_scores(group, of_rows) if is_read else None
-        scored = Attachment(encode_scores(of_rows, self.teaching(group.group.kind, task)), found)
+        scored = Attachment(encode_scores(of_rows, teaching), found)
         return ev.GroupScored(group.group, is_flat, seconds, scored, lost, len(scores), left)
 
 

@@ -1,8 +1,9 @@
 """The teachers of a run that are endpoints (`learner/link/teacher_endpoint.py`), asked from a thread of their own: the
 training thread is busy.
 
-A row is asked about when its group arrives, so the answers come while the learner waits for other groups, or trains. In
-a step it is asked about once, however often the step comes to it.
+A row is asked about when its group's rewards begin to be computed, of which the head tells, or when the group arrives.
+So the answers come while rewards are computed and while the learner waits for other groups, or trains the step before.
+In a step it is asked about once, however often the step comes to it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from echo2.core.loop_thread import LoopThread
 from echo2.engines.tokenizer import Tokenizer
 from echo2.learner.link.teacher_endpoint import Said, TeacherEndpoint
 
-#: What is asked: the teacher's name, the prompt that it reads, and the tokens after that with their mask.
-Question = tuple[str, "array[int]", "array[int]", bytes]
+#: What is asked: for which step, the teacher's name, the prompt that it reads, and the tokens after that with their
+#: mask.
+Question = tuple[int, str, "array[int]", "array[int]", bytes]
 
 
 class AskedTeachers:
@@ -31,7 +33,7 @@ class AskedTeachers:
     def __init__(self, teachers: Mapping[str, TeacherEndpoint], tokenizer: Tokenizer) -> None:
         self._teachers = teachers
         self._clocks = {name: _WorkClock() for name in teachers}
-        self._answers: dict[tuple[str, bytes, bytes, bytes], Future[Said]] = {}
+        self._answers: dict[tuple[int, str, bytes, bytes, bytes], Future[Said]] = {}
         self._guard = threading.Lock()
         self._thread = LoopThread("teachers")
         self._greeted = {name: self._thread.start(one.greet(tokenizer)) for name, one in teachers.items()}
@@ -45,11 +47,11 @@ class AskedTeachers:
 
     def ask(self, question: Question) -> Future[Said]:
         """Return what a teacher says of a row, now or later."""
-        name, prompt, tokens, loss_mask = question
-        key = name, prompt.tobytes(), tokens.tobytes(), loss_mask
+        step, name, prompt, tokens, loss_mask = question
+        key = step, name, prompt.tobytes(), tokens.tobytes(), loss_mask
         with self._guard:
             if key not in self._answers:
-                self._answers[key] = self._thread.start(self._asked(*question))
+                self._answers[key] = self._thread.start(self._asked(name, prompt, tokens, loss_mask))
             return self._answers[key]
 
     def waits_for(self, questions: Iterable[Question], seconds: float) -> str:
@@ -68,16 +70,20 @@ class AskedTeachers:
         troubles = [one.trouble for one in self._teachers.values() if one.trouble]
         return troubles[0] if troubles else f"waiting for the teacher ({len(waiting)} of {len(works)} answers)"
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows are remembered."""
+        return len(self._answers)
+
     def take_seconds(self, name: str) -> float:
         """Return for how long a teacher has had something to answer since the last call."""
         return self._clocks[name].take()
 
-    def forget(self) -> None:
-        """Forget all answers: the step is over."""
+    def forget(self, step: int) -> None:
+        """Forget the answers of a step, and of those before: it is over."""
         with self._guard:
-            for work in self._answers.values():
-                work.cancel()
-            self._answers.clear()
+            for key in [key for key in self._answers if key[0] <= step]:
+                self._answers.pop(key).cancel()
 
     def close(self) -> None:
         """End what is under way, and close the connections."""

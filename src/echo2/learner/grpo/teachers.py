@@ -69,6 +69,9 @@ from echo2.learner.link.teacher_endpoint import TeacherEndpoint
 TAIL_LEAST = 1e-6
 #: Log-probability of a token that is not there: its exponential is 0.
 ABSENT = -1e4
+#: Steps beyond the staleness bound whose rows may be asked about before their groups arrive: that under way, and one
+#: of groups that are retired.
+STEPS_HEARD = 2
 #: Largest log ratio in the reference's penalty.
 LOG_CAP = math.log(10.0)
 
@@ -88,6 +91,8 @@ class Teachers:
         self._names: dict[str, str] = {}
         self._seconds = dict.fromkeys(config.distill.teachers, 0.0)
         self._contexts: dict[str, int | None] = {}
+        sizes = config.schedule.groups_per_step, config.sampling.group_size
+        self._rows_max = math.prod(sizes) * (config.schedule.max_staleness + STEPS_HEARD)
         self._mesh, self._asked = mesh, _asked(config, policy, mesh, self._top_k)
         self._endpoints = frozenset(config.distill.endpoints)
         for name, path in config.distill.teachers.items():
@@ -113,8 +118,8 @@ class Teachers:
         return f"{prompt} + {longest} tokens, where {self._names[name]} has {most} positions"
 
     def hear(self, group: RolloutGroup) -> None:
-        """Begin to ask about a group that has arrived, if its teacher is an endpoint. For any thread."""
-        if self._asked is not None:
+        """Begin to ask about a group that has arrived or will, if its teacher is an endpoint. For any thread."""
+        if self._asked is not None and self._asked.num_rows < self._rows_max:
             for question in self._questions(group):
                 self._asked.ask(question)
 
@@ -129,10 +134,10 @@ class Teachers:
             return ""
         return self._asked.waits_for([question for group in groups for question in self._questions(group)], seconds)
 
-    def end_step(self) -> None:
+    def end_step(self, step: int) -> None:
         """The step's groups are trained."""
         if self._asked is not None:
-            self._asked.forget()
+            self._asked.forget(step)
 
     def close(self) -> None:
         """Ask no more. A second call does nothing."""
@@ -162,7 +167,7 @@ class Teachers:
             return self._trainer.likely(self._names[name], data, self._temperature, self._top_k, self._num_tokens)
         said = list[tuple[bytes, bytes, bytes]]()
         if self._asked is not None:
-            works = [self._asked.ask((name, one.prompt_tokens, one.tokens, one.loss_mask)) for one in data]
+            works = [self._asked.ask((one.version, name, one.prompt_tokens, one.tokens, one.loss_mask)) for one in data]
             said = [(logprobs.tobytes(), ids, tops) for logprobs, ids, tops in (work.result() for work in works)]
         packed = self._mesh.broadcast(msgspec.msgpack.encode(said))
         told = msgspec.msgpack.decode(packed, type=list[tuple[bytes, bytes, bytes]])
@@ -173,7 +178,7 @@ class Teachers:
         name, prompt = group.teaching.teacher, group.teaching.prompt_tokens or group.prompt_tokens
         if name not in self._endpoints:
             return []
-        return [(name, prompt, row.tokens, row.loss_mask) for row in group.rollouts if 1 in row.loss_mask]
+        return [(group.step, name, prompt, row.tokens, row.loss_mask) for row in group.rollouts if 1 in row.loss_mask]
 
     def measure(
         self,

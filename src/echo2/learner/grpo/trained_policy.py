@@ -109,7 +109,7 @@ class TrainedPolicy:
         return "" if self.teachers is None else self.teachers.why_unfit(group)
 
     def hear(self, group: RolloutGroup) -> None:
-        """Begin what can begin when a group has arrived and is not trained on yet. For any thread."""
+        """Begin what can begin before a group is trained on. For any thread."""
         if self.teachers is not None:
             self.teachers.hear(group)
 
@@ -189,9 +189,9 @@ class TrainedPolicy:
         """The policy has the next version. Return statistics of the step."""
         result = replace(self.step_so_far, logprobs=self._logprobs)
         self._before, self._logprobs = None, {}
-        self.version += 1
         if self.teachers is not None:
-            self.teachers.end_step()
+            self.teachers.end_step(self.version)
+        self.version += 1
         return result
 
     def save_weights_for_sampler(self) -> BorrowedWeights:

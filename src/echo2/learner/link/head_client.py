@@ -82,8 +82,9 @@ class HeadClient:
         patience_seconds: float,
         on_stop: Callable[[str], None],
         others: OtherRanks,
+        hear: Callable[[RolloutGroup], object],
     ) -> None:
-        self._others = others
+        self._others, self._hear = others, hear
         self._link = link
         self._publisher = publisher
         self._version = version  # the last version that the head acknowledged
@@ -262,6 +263,8 @@ class HeadClient:
             async for order in session:
                 if order.stop:
                     self._on_stop(order.stop)
+                if order.unscored:
+                    self._hear(parse_group(order.unscored))
         except (LinkError, PeerError) as error:
             seconds = self._patience_seconds
             log.info("the session with the head ended (%s); each call tries again for %.0f s", error, seconds)
@@ -387,15 +390,16 @@ async def join_head(
     patience_seconds: float,
     on_stop: Callable[[str], None],
     others: OtherRanks | None = None,
+    hear: Callable[[RolloutGroup], object] = lambda group: None,
 ) -> HeadClient:
     """Say hello and return the connected client. `on_stop` is called with the reason why the run is over. `others`: the
-    other ranks, if there are several.
+    other ranks, if there are several. `hear` is called with each group that the head foretells, without its rewards.
 
     Raises:
         LinkError: the head did not answer within `patience_seconds`.
         UserError: the run is not at this learner's version, or it is over.
     """
-    client = HeadClient(link, version, info, publisher, patience_seconds, on_stop, others or OtherRanks())
+    client = HeadClient(link, version, info, publisher, patience_seconds, on_stop, others or OtherRanks(), hear)
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except BaseException as error:

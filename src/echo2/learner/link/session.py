@@ -45,7 +45,7 @@ class HeadSession:
         hear: Callable[[RolloutGroup], object] = lambda group: None,
     ) -> None:
         """Connect and say hello. `others`: the other ranks, if there are several. `hear` is called with each group when
-        it arrives, in the session's thread.
+        its rewards begin to be computed, as far as the head says so, and when it arrives, in the session's thread.
 
         Raises:
             LinkError: the head did not answer within `patience_seconds`.
@@ -57,7 +57,7 @@ class HeadSession:
         async def join() -> HeadClient:
             await self._others.open()
             link = await connect()
-            return await join_head(link, version, info, publisher, patience_seconds, self.stop, self._others)
+            return await join_head(link, version, info, publisher, patience_seconds, self.stop, self._others, hear)
 
         self.doing = "starting"
         self.stop_reason = ""  # why training must end; empty: it goes on
