@@ -15,7 +15,7 @@ import shlex
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,10 +147,11 @@ class WorkerProcess:
                 await self._leave()  # the owner ends this worker
             self._background.cancel()
             log.info("%s", self._delivered)
-            if self._sampling is not None:
-                await self._sampling.sampler.close()
-            await self._weights.close()
-            await self._link.close()
+            async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+                closing.push_async_callback(self._link.close)
+                closing.push_async_callback(self._weights.close)
+                if self._sampling is not None:
+                    closing.push_async_callback(self._sampling.sampler.close)
 
     # ---- events and commands -------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import msgspec
 
 from echo2.core.background import Shared, spawn
 from echo2.core.errors import Echo2Error, UserError
+from echo2.core.loop_thread import call_in
 from echo2.core.types import SamplingParams, Snapshot, SnapshotRef
 from echo2.engines.compact import CompactModel
 from echo2.engines.decode_loop import DecodeLoop
@@ -302,7 +303,7 @@ async def serve(settings: ProcessSettings, inbox: BinaryIO, tell: Callable[[Answ
     log.info("ready: %s", ", ".join(samplers))
 
     def take(request: Request) -> None:
-        loop.call_soon_threadsafe(calls.take, request)
+        call_in(loop, calls.take, request)
 
     await asyncio.to_thread(receive, inbox, take)
 
