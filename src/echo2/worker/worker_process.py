@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.config.values import AUTO, NO_SLOT_LIMIT, SERVERS, ServerPlace
-from echo2.core.background import Background
+from echo2.core.background import Background, unforeseen
 from echo2.core.clock import Clock
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
@@ -119,6 +119,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._background = Background(self._give_up)
         self._stopped: asyncio.Future[str] = self._loop.create_future()
+        self._log_failure = unforeseen(log, "what the worker did while it ended")
         self._wake: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
         self._heartbeat_seconds = 0.0  # the head says it
@@ -145,6 +146,7 @@ class WorkerProcess:
         finally:
             if not self._stopped.done() and self._sampling is not None and self._sampling.scheduler.connected:
                 await self._leave()  # the owner ends this worker
+            self._stopped.cancel()  # what fails from now on is logged
             self._background.cancel()
             log.info("%s", self._delivered)
             async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
@@ -194,6 +196,8 @@ class WorkerProcess:
     def _give_up(self, error: BaseException) -> None:
         if not self._stopped.done():
             self._stopped.set_exception(error)
+        else:
+            self._log_failure(error)
 
     def _stop(self, reason: str) -> None:
         if not self._stopped.done():
