@@ -439,32 +439,6 @@ def test_call_to_an_absent_head(identity: RunIdentity, tmp_path: Path) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("starts", [False, True])
-def test_a_server_whose_stop_is_given_up_has_stopped(identity: RunIdentity, starts: bool) -> None:
-    """Ctrl-C while a process ends must not leave a server that runs into the end of the loop."""
-
-    async def scenario(moments: int) -> bool:
-        server = GrpcServer(LOOPBACK, 0, identity, {})
-        if starts:
-            await server.start()
-            stopping = asyncio.ensure_future(server.stop())
-        else:
-            stopping = asyncio.ensure_future(server.start())
-        for _ in range(moments):
-            await asyncio.sleep(0)
-        was_given_up = stopping.cancel()
-        await asyncio.wait([stopping])
-        if not starts:
-            await server.stop()
-        assert not server._server._server.is_running(), f"given up after {moments} moments"
-        assert not server._door._listeners
-        return was_given_up
-
-    moments = 1  # by then it has begun
-    while asyncio.run(scenario(moments)):
-        moments += 1
-
-
 def test_stopping_head_ends_streams(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         desk = Desk()
