@@ -424,19 +424,21 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None, in
         files["config.json"] = with_dtype(files["config.json"], dtype)
     tensors = stored_weights(directory)
     policy = Policy(module, files, place, layout, {name: tensors[name] for name in sorted(layout.others)})
-    if mesh is None or mesh.size == 1:  # ranks pass together, once their teachers and adapters are there, too
-        _check_pass(policy, path)
+    if mesh is None or mesh.size == 1:  # ranks pass together, once the model is there on each of them
+        check_pass(policy, path, Mesh())
     return policy
 
 
-def _check_pass(policy: Policy, path: str) -> None:
-    """Refuse a model whose first pass would fail: transformers builds some from values that do not fit together.
+def check_pass(policy: Policy, path: str, mesh: Mesh) -> None:
+    """Refuse a model whose first pass would fail: transformers builds some from values that do not fit together. Every
+    rank must call it.
 
     Raises:
         UserError: in transformers' words.
     """
     try:
-        _ = policy.ends_with_output_layer
+        with torch.no_grad():
+            mesh.shard(policy.module)(lambda: policy.ends_with_output_layer)
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
