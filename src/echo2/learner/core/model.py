@@ -436,17 +436,21 @@ def check_pass(policy: Policy, path: str, mesh: Mesh) -> None:
     Raises:
         UserError: in transformers' words.
     """
+    failed: Exception | None = None
     try:
         with torch.no_grad():
             mesh.shard(policy.module)(lambda: policy.ends_with_output_layer)
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
+        failed = error
+    mesh.gather(b"")  # raises if another rank is gone, which is no fault of config.json
+    if failed is not None:
+        words = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
         raise UserError(
             f"model.path = {path!r}: transformers' {type(policy.module).__name__} cannot compute with what config.json "
-            f"says: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Compare config.json with the "
-            "one that the model came with."
-        ) from error
+            f"says: {words}. Compare config.json with the one that the model came with."
+        ) from failed
 
 
 def outline_policy(path: str) -> Policy:
