@@ -24,6 +24,8 @@ from echo2.core.errors import Echo2Error
 T = TypeVar("T")
 K = TypeVar("K")
 
+log = logging.getLogger(__name__)
+
 #: An event loop itself refers to its tasks only weakly.
 _running: set[asyncio.Task[Any]] = set()
 
@@ -105,7 +107,7 @@ class Shared(Generic[K, T]):
 
     async def get(self, key: K) -> T:
         """Return the value, made now or before. Raises: what `make` raises."""
-        work = self._works.pop(key, None) or awaited(self._make(key))
+        work = self._works.pop(key, None) or self._begun(key)
         self._works[key] = work  # behind those that were asked for before
         try:
             return await asyncio.shield(work)
@@ -113,6 +115,17 @@ class Shared(Generic[K, T]):
             if self._works.get(key) is work:
                 del self._works[key]
             raise
+
+    def _begun(self, key: K) -> asyncio.Task[T]:
+        work = awaited(self._make(key))
+        hear = unforeseen(log, "what several asked for")
+
+        def ended(_: asyncio.Task[T]) -> None:  # all who asked may have given up before it fails
+            if not work.cancelled() and (error := work.exception()) is not None:
+                hear(error)
+
+        work.add_done_callback(ended)
+        return work
 
     def made(self) -> dict[K, T]:
         """Return the values that there are, the most recently asked for last."""
