@@ -106,15 +106,19 @@ class Faults(Strike):
 
         @functools.wraps(function)
         async def in_time(*args: Any, **kwargs: Any) -> Any:
-            for _ in range(self._draw.randrange(TURNS_MAX)):
-                await asyncio.sleep(0)
             if before:
+                await dawdle()
                 fail()
             found = await function(*args, **kwargs)
             self.done.add(name)
-            if not before:
+            if not before:  # a close that is given up has begun
+                await dawdle()
                 fail()
             return found
+
+        async def dawdle() -> None:
+            for _ in range(self._draw.randrange(TURNS_MAX)):
+                await asyncio.sleep(0)
 
         return in_time if inspect.iscoroutinefunction(function) else at_once
 
