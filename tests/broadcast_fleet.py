@@ -13,6 +13,7 @@ from typing import Any
 from broadcast_schemes import SCHEMES
 from weights_cases import encode
 
+from echo2.core.loop_thread import BlockingThreads
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef, TensorBytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link, Network
@@ -36,6 +37,16 @@ Content = tuple[Manifest, dict[bytes, memoryview]]
 
 def fail(error: BaseException) -> None:
     raise error
+
+
+@asynccontextmanager
+async def disk_threads() -> AsyncIterator[BlockingThreads]:
+    """A thread for a cache of chunks."""
+    threads = BlockingThreads(1, "disk")
+    try:
+        yield threads
+    finally:
+        await threads.close()
 
 
 def content(version: int, num_chunks: int = 40, seed: int = 0) -> Content:

@@ -71,10 +71,10 @@ async def receive(sent: Path, directory: Path) -> None:
         archive.files(manifest.ref)
         if version > 1:
             await archive.drop(SnapshotRef(RUN_POLICY, 1, version - 2))
-    archive.close()
+    await archive.close()
     archive = Archive(ChunkStore(directory))
     assert len(archive.retained) == VERSIONS
-    archive.close()
+    await archive.close()
 
 
 def own_peak_bytes() -> int:

@@ -48,6 +48,7 @@ MUTATORS = frozenset(
 PROCESS_STARTERS = frozenset({"Popen", "create_subprocess_exec", "create_subprocess_shell", "killpg"})
 #: Files that start processes themselves: the class that does it, and one that runs with the standard library alone.
 STARTING_FILES = frozenset({"echo2.core.child", "echo2.engines.servers.guard"})
+THREAD_CALLS = frozenset({"call_soon_threadsafe", "run_coroutine_threadsafe", "run_in_executor"})
 UNSAFE_PACKAGES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 
 
@@ -373,15 +374,15 @@ def ownership_complaints(source: Source) -> list[str]:
     return found
 
 
-def child_complaints(source: Source) -> list[str]:
-    """Processes that are watched and ended are started by `ChildProcess` alone; `subprocess.run` waits for its own."""
-    if source.module in STARTING_FILES:
-        return []
+def owned_complaints(source: Source) -> list[str]:
+    """`ChildProcess` alone starts processes that somebody watches; threads call into loops by `loop_thread.py`."""
+    found = frozenset() if source.module in STARTING_FILES else PROCESS_STARTERS
+    found |= frozenset() if source.module == "echo2.core.loop_thread" else THREAD_CALLS
     return [
-        f"{source.path}:{node.lineno}: {ast.unparse(node)}: use core/child.py"
+        f"{source.path}:{node.lineno}: {ast.unparse(node)}: use core/child.py or core/loop_thread.py"
         for node in source.nodes()
         if isinstance(node, ast.Attribute | ast.Name | ast.alias)
-        and getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))) in PROCESS_STARTERS
+        and getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))) in found
     ]
 
 
@@ -436,8 +437,7 @@ def address_complaints(source: Source) -> list[str]:
     for node in source.nodes():
         if not isinstance(node, ast.JoinedStr):
             continue
-        parts = node.values
-        for colon, port in itertools.pairwise(parts):
+        for colon, port in itertools.pairwise(node.values):
             is_colon = isinstance(colon, ast.Constant) and colon.value == ":"
             if is_colon and isinstance(port, ast.FormattedValue) and PORT_LIKE.search(ast.unparse(port.value)):
                 found.append(f"{source.path}:{node.lineno}: joins host and port by itself")
@@ -477,7 +477,7 @@ def dotted(node: ast.AST) -> str:
 RULES = (
     background_complaints,
     ownership_complaints,
-    child_complaints,
+    owned_complaints,
     floor_complaints,
     folder_complaints,
     seam_complaints,

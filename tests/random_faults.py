@@ -67,16 +67,16 @@ class Strike:
 
 class Faults(Strike):
     """A task factory, and failing calls, as the seed of `draw` says. `made`: what has failed, for messages; `done`: the
-    calls that did what they are to do, failed or not."""
+    calls that did what they are to do, failed or not; `share`: of work and calls that fails."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        self._draw, self._fails = random.Random(draw.random()), draw.choice(FAILS)
+        self._draw, self.share = random.Random(draw.random()), draw.choice(FAILS)
         self.made, self.done = list[str](), set[str]()
 
     def changed(self, work: Any, name: str) -> Any:
         draws = random.Random(self._draw.random())
-        fails_at = draws.randrange(STEPS_MAX) if draws.random() < self._fails else -1
+        fails_at = draws.randrange(STEPS_MAX) if draws.random() < self.share else -1
         return _Driven(work, draws, fails_at, lambda: self.made.append(name))
 
     @contextmanager
@@ -90,7 +90,7 @@ class Faults(Strike):
 
     def _failing(self, function: Callable[..., Any], name: str, before: bool) -> Callable[..., Any]:
         def fail() -> None:
-            if self._draw.random() < self._fails:
+            if self._draw.random() < self.share:
                 self.made.append(name)
                 raise OSError(WORDS)
 
@@ -106,15 +106,19 @@ class Faults(Strike):
 
         @functools.wraps(function)
         async def in_time(*args: Any, **kwargs: Any) -> Any:
-            for _ in range(self._draw.randrange(TURNS_MAX)):
-                await asyncio.sleep(0)
             if before:
+                await dawdle()
                 fail()
             found = await function(*args, **kwargs)
             self.done.add(name)
-            if not before:
+            if not before:  # a close that is given up has begun
+                await dawdle()
                 fail()
             return found
+
+        async def dawdle() -> None:
+            for _ in range(self._draw.randrange(TURNS_MAX)):
+                await asyncio.sleep(0)
 
         return in_time if inspect.iscoroutinefunction(function) else at_once
 

@@ -174,10 +174,13 @@ def _stack(thread: threading.Thread) -> str:
 
 def search(scenario: Scenario, seeds: Iterable[int], foreseen: str = "") -> None:
     """Run a scenario in the orders of these seeds. Raises AssertionError at the first seed with a fault. `foreseen`:
-    what names this is an error that the scenario itself has caused, and looks after."""
+    what names this is an error that the scenario itself has caused, and looks after. gRPC's poller, which all loops of
+    a process share, may tell one that is closed of a call that ended with it: a process of echo2 has one loop for gRPC.
+    """
+    known = [foreseen, "PollerCompletionQueue._handle_events"] if foreseen else []
     try:
         for seed in seeds:
-            troubles = [one for one in troubles_of(scenario, seed) if not foreseen or foreseen not in one]
+            troubles = [one for one in troubles_of(scenario, seed) if not any(word in one for word in known)]
             assert not troubles, f"seed {seed} of {scenario.__name__}:\n" + "\n".join(troubles)
     finally:
         gc.unfreeze()

@@ -22,7 +22,7 @@ import msgspec
 from echo2.core import frames, logs
 from echo2.core.background import spawn
 from echo2.core.child import ChildProcess, child_environment, ending, take_pipes
-from echo2.core.errors import InvariantError, NoRoomError, PeerError, UserError
+from echo2.core.errors import InvariantError, LinkError, NoRoomError, PeerError, UserError
 from echo2.core.frames import read_frame, receive_frame
 from echo2.core.logs import TAIL_BYTES, WORDLESS, last_words
 from echo2.core.retries import Retries
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _CODES = ("i", "f", "d")
 #: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
 MOST_DEATHS = 8
+#: What a tenant hears of a full disk.
+FULL = "The service's disk is full, so that this was not done. Nothing was lost. Try again later."
 #: Pauses between two starts; they grow while the process dies without an answer.
 RESTART_SECONDS = Backoff(0.1, 10.0)
 
@@ -260,14 +262,22 @@ def begin(name: str) -> tuple[BinaryIO, Callable[[Answer], None]]:
 
 
 def failed(number: int, error: Exception, doing: str) -> Answer:
-    """Return the answer to a call that failed. A mistake of ours is logged, and other tenants' work goes on."""
+    """Return the answer to a call that failed. What is not the tenant's mistake is logged, and other tenants' work goes
+    on. A tenant hears of no path of this machine, which may also name another tenant's model.
+    """
     if isinstance(error, PeerError):  # weights that are not finite, bytes that are not a message
         return Answer(number, fault=error.detail)
-    if isinstance(error, UserError):
-        return Answer(number, fault=str(error), is_ours=isinstance(error, NoRoomError))
-    # An OSError is most likely a full disk, at each retry.
-    log.error("%s: %s", doing, error, exc_info=None if isinstance(error, OSError) else error)
-    return Answer(number, fault=f"{type(error).__name__}: {error}", is_ours=True)
+    if isinstance(error, UserError) and not isinstance(error, NoRoomError):
+        return Answer(number, fault=str(error))
+    if isinstance(error, LinkError):  # the service is away, and a machine beside it has no weights
+        log.warning("%s: %s", doing, error)
+        return Answer(number, fault=str(error), is_ours=True)
+    # A full disk says so at each try, and needs no traceback.
+    is_disk = isinstance(error, OSError | NoRoomError)
+    log.error("%s: %s", doing, error, exc_info=None if is_disk else error)
+    if isinstance(error, OSError):
+        return Answer(number, fault=f"{type(error).__name__}: {error.strerror or 'it failed'}", is_ours=True)
+    return Answer(number, fault=FULL if is_disk else f"{type(error).__name__}: {error}", is_ours=True)
 
 
 def serve(name: str, carry_out: Callable[[Call, int], Answer]) -> None:

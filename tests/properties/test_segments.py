@@ -68,7 +68,7 @@ class Story:
         if chance < 0.4 or not self.published:
             await self.publish()
         elif chance < 0.45:
-            self.archive.close()
+            await self.archive.close()
             self.archive = Archive(ChunkStore(self.directory / "head"))
             assert set(self.published) <= set(self.archive.retained), "a restarted head has all that it had"
         elif chance < 0.48:
@@ -171,7 +171,7 @@ def test_a_worker_that_installs_a_version_has_the_learners_weights_of_it(
         for worker in run.workers:
             if worker.is_refusing:
                 worker.start()
-        run.archive.close()
+        await run.archive.close()
 
     asyncio.run(story())
 
@@ -184,7 +184,7 @@ def test_random_stories_take_every_path(tmp_path: Path) -> None:
             for _ in range(STEPS):
                 await run.step()
             found |= run.paths
-            run.archive.close()
+            await run.archive.close()
         return found
 
     assert asyncio.run(paths()) >= {"torn", "delta", "delta chain", "whole", "whole chain", "anchor after delta"}

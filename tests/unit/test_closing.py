@@ -45,6 +45,8 @@ from echo2.tasks.base import TaskStream
 from echo2.transport import wire_pb2 as wire
 from echo2.trl import RolloutFleet
 from echo2.weights.format import segments
+from echo2.weights.store.archive import Archive
+from echo2.weights.store.store import ChunkStore
 from test_engines_servers import request, snapshot
 from test_trl import ROWS, trainer_arguments
 from thread_orders import at_once, in_loop, search
@@ -355,6 +357,30 @@ def broadcast(draw: random.Random) -> None:
     asyncio.run(leave())
 
 
+def archive(draw: random.Random) -> None:
+    """Snapshots are stored and dropped by calls that are given up, and the archive is closed before its loop."""
+
+    async def use() -> None:
+        with directory() as path:
+            made, (manifest, chunks) = Archive(ChunkStore(path)), content(1, num_chunks=8)
+
+            async def store() -> None:
+                for name in made.offer(manifest.hashes):
+                    await made.put(name, bytes(chunks[name]))
+                await made.take(manifest)
+                await made.drop(manifest.ref)
+
+            works = [asyncio.ensure_future(_after(draw.randrange(9), store)) for _ in range(draw.randrange(1, 4))]
+            for _ in range(draw.randrange(40)):
+                await asyncio.sleep(0)
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            await made.close()
+
+    asyncio.run(use())
+
+
 async def _after(moments: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     for _ in range(moments):
         await asyncio.sleep(0)
@@ -415,7 +441,7 @@ def loop_thread(draw: random.Random) -> None:
 
 SCENARIOS = [
     *(ranks, session, decode_loop, token_server, fleet_for_trl),
-    *(tasks, metric_copies, broadcast, code_process, loop_thread),
+    *(tasks, metric_copies, broadcast, archive, code_process, loop_thread),
 ]
 
 

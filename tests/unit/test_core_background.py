@@ -7,7 +7,8 @@ import gc
 
 import pytest
 
-from echo2.core.background import Background, Shared, awaited, spawn, together
+from echo2.core.background import Background, Shared, awaited, spawn, to_its_end, together
+from echo2.core.errors import LinkError
 
 
 def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
@@ -137,5 +138,52 @@ def test_a_value_is_computed_once_for_all_callers_and_again_after_a_failure() ->
         values.drop("b")
         assert await values.get("b") == "B"
         assert made == ["a", "a", "b", "b"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [LinkError("away"), ValueError("a mistake")])
+def test_shared_work_that_fails_after_all_have_given_up_is_heard_unless_it_was_expected(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        goes_on = asyncio.Event()
+
+        async def make(key: str) -> str:
+            await goes_on.wait()
+            raise error
+
+        values = Shared(make)
+        asking = asyncio.ensure_future(values.get("a"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        goes_on.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    gc.collect()
+    assert not [one for one in caplog.records if "never retrieved" in one.getMessage()]
+    heard = [one.exc_info[1] for one in caplog.records if one.exc_info]
+    assert heard == ([error] if isinstance(error, ValueError) else [])
+
+
+@pytest.mark.parametrize("moments", range(1, 6))
+def test_work_that_must_not_be_left_half_done_ends_before_its_cancelled_caller(moments: int) -> None:
+    done = list[str]()
+
+    async def work() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        done.append("work")
+
+    async def run() -> None:
+        calling = asyncio.ensure_future(to_its_end(work()))
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait([calling])
+        assert done == ["work"]
 
     asyncio.run(run())

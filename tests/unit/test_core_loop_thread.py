@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from echo2.core.loop_thread import LoopThread, call_in
+from echo2.core.loop_thread import BlockingThreads, LoopThread, call_in
 
 
 async def answer(value: int) -> int:
@@ -93,3 +93,34 @@ def test_a_call_into_a_closed_loop_does_nothing() -> None:
     loop.close()
     assert not call_in(loop, called.append, 2)
     assert called == [1]
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_threads_for_blocking_work_end_before_the_loop_may(is_cancelled: bool) -> None:
+    """A thread that ends later than its loop calls into a closed one, whoever still awaits the work."""
+    done = list[str]()
+
+    async def use() -> None:
+        threads, has_begun, may_end = BlockingThreads(1, "disk"), threading.Event(), threading.Event()
+
+        def work() -> str:
+            has_begun.set()
+            may_end.wait()
+            done.append("worked")
+            return "found"
+
+        working, waiting = asyncio.ensure_future(threads.run(work)), asyncio.ensure_future(threads.run(done.append))
+        await asyncio.to_thread(has_begun.wait)
+        if is_cancelled:
+            working.cancel()
+        closing = asyncio.ensure_future(threads.close())
+        await asyncio.wait([waiting])
+        assert (waiting.cancelled(), closing.done()) == (True, False)
+        may_end.set()
+        await closing
+        assert done == ["worked"]
+        assert not any(one.name.startswith("disk") for one in threading.enumerate())
+        await asyncio.wait([working])
+        assert working.cancelled() if is_cancelled else working.result() == "found"
+
+    asyncio.run(use())

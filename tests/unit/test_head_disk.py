@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.config.rundir import read_json, read_metrics, write_atomically
+from echo2.config import Config
+from echo2.config.rundir import claimed, create, read_json, read_metrics, write_atomically
 from echo2.core.disk import FLOOR_BYTES, RESUME_FACTOR, SNAPSHOTS_RESERVED, DiskWatch, checkpoint_bytes, free_bytes
 from echo2.core.errors import NoRoomError, UserError, write_failed
 from echo2.head.decide import commands as do
@@ -26,6 +29,7 @@ from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.metrics import Metrics
 from echo2.learner.core import checkpoint
 from echo2.learner.core.checkpoint import write_checkpoint
+from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.weights.store.store import ChunkStore
 from planner_cases import OPTIONS, of, running
 from seeds import examples
@@ -163,6 +167,46 @@ def test_a_ledger_on_a_full_disk_undoes_the_transaction_and_goes_on_when_there_i
     ledger.close()
     found = audit(path)
     assert (found.lost, found.doubled, found.issued) == (0, 0, state.next_number + 1)
+
+
+def _claim(path: Path) -> None:
+    with claimed(path, "head"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "opens",
+    [
+        _claim,
+        lambda path: create(path / "run", Config(), resume=False),
+        lambda path: ChunkStore(path / "store"),
+        lambda path: RunIdentity.create_or_load(path / "identity"),
+        lambda path: RunIdentity.create_or_load(path / "there").make_ticket("worker", "127.0.0.1:1", 1, 1.0),
+        lambda path: PeerIdentity(path / "peer").request(),
+    ],
+    ids=["claim", "run directory", "snapshots", "identity", "ticket", "machine"],
+)
+def test_what_a_start_cannot_write_on_a_full_disk_lets_it_wait_for_room(
+    tmp_path: Path, opens: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user's mistake it would end the run."""
+    RunIdentity.create_or_load(tmp_path / "there")
+    opened = os.open
+
+    def full(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return opened(path, flags, *args, **kwargs)
+
+    def no_folder(path: Any, *_: Any, **__: Any) -> None:
+        if not Path(path).is_dir():
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        raise FileExistsError(path)
+
+    monkeypatch.setattr(os, "open", full)
+    monkeypatch.setattr(os, "mkdir", no_folder)
+    with pytest.raises(NoRoomError, match="No space left"):
+        opens(tmp_path)
 
 
 def test_every_file_of_a_run_reports_a_full_disk_and_stays_whole(small_disk: Path) -> None:

@@ -7,18 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from echo2.config import Config
-from echo2.config.rundir import RunDir, create, read_json, write_atomically
+from echo2.config.rundir import RunDir, claimed, create, read_json, write_atomically
+from echo2.core import disk
 from echo2.core.child import LIFELINE_VARIABLE, log_end
 from echo2.core.errors import UserError
 from echo2.core.logs import last_error
+from echo2.launch import supervisor as supervisor_module
 from echo2.launch.supervisor import START_FAILURES_MAX, ProcessFailed, Supervisor
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.tickets import Ticket
+from echo2.views import run_view
 from echo2.views.run_view import RunView, read_status
 from echo2.views.status import failure_lines
 from echo2.views.watch import run_data
@@ -131,6 +135,59 @@ def test_a_process_that_fails_alike_at_each_start_ends_the_run_with_its_message(
     assert told.count("learner died and is started again: AttributeError: no vocab_size") == START_FAILURES_MAX - 1
     assert any("learner died once" in line and "no vocab_size" in line for line in shown)
     assert any("learner died 2 times in a row" in line for line in shown)
+
+
+class Clock:
+    """As the module `time`, for a supervisor: while the disk is full, each of its looks is half an hour later."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.now, self.step_seconds = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += self.step_seconds
+
+
+FULL = """#!/bin/sh
+cd {folder} && echo x >> starts
+[ -f room ] || {{ echo "error: Cannot write the ledger: No space left on device" >&2; exit 3; }}
+echo '{{"kind": "finished", "reason": "done"}}' > run/outcome.json
+echo '{{"version": 0}}' > run/status.json
+"""
+
+
+def test_a_head_that_meets_a_full_disk_while_it_starts_waits_for_room_and_says_so(
+    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "child").write_text(FULL.format(folder=tmp_path))
+    (tmp_path / "child").chmod(0o755)
+    told = list[str]()
+
+    def free_bytes(path: Path) -> int:
+        clock.step_seconds = 1800.0
+        if len(told) > 3:  # somebody makes room
+            clock.step_seconds = 0.0
+            (tmp_path / "room").touch()
+            return 1 << 40
+        monkeypatch.setattr(run_view, "free_bytes", lambda path: 5 << 20)
+        with claimed(rundir.path, "run"), pytest.raises(UserError) as raised:
+            read_status(rundir)
+        told.append(str(raised.value))
+        return 5 << 20
+
+    clock = Clock()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "child"))
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(disk, "free_bytes", free_bytes)
+    assert Supervisor(rundir, 0, [], has_learner=False).run(lambda: None)["kind"] == "finished"
+    assert (tmp_path / "starts").read_text() == "x\n" * 2
+    paused = f"waits for room on the disk that holds {rundir.path}"
+    assert capsys.readouterr().err.count(f"paused: head {paused} (5 MiB free, 256 needed)") == 1
+    assert all(f"its head {paused}" in one for one in told)
 
 
 def test_a_run_goes_on_without_a_worker_that_was_revoked(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ from echo2.core.errors import UserError
 from echo2.core.types import StoredTensor
 from echo2.engines.hub_layout import META, text_module
 from echo2.learner.core import loading
+from echo2.learner.core.adapters import load_base
 from echo2.learner.core.mesh import Mesh, _layers
-from echo2.learner.core.model import load_policy
+from echo2.learner.core.model import load_policy, outline_policy
+from echo2.weights.format.model_files import read_base_model
 from hub_models import FAMILIES, hub_model
 from learner_cases import tiny_module
 
@@ -162,19 +163,27 @@ def test_weights_that_transformers_keeps_in_float32_stay_in_float32(
 
 
 @pytest.mark.parametrize("is_other", [False, True])
-def test_a_stored_head_that_differs_from_a_tied_one_causes_a_warning(
-    tmp_path: Path, is_other: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stored_head_that_differs_from_a_tied_one_is_refused(tmp_path: Path, is_other: bool) -> None:
+    """transformers unties the two, engines use the embedding for both, and one of them would be wrong in silence."""
     tiny_module(tied=True).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + float(is_other)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with caplog.at_level(logging.WARNING, logger="echo2"):
-        module = load_policy(str(tmp_path), "float32", "cpu").module
-    assert torch.equal(module.lm_head.weight, weights["model.embed_tokens.weight"])
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == is_other
-    assert all("ties lm_head.weight to model.embed_tokens.weight" in text for text in said)
+    reads = [lambda: load_policy(str(tmp_path), "float32", "cpu"), lambda: outline_policy(str(tmp_path))]
+    reads += [lambda: load_base(str(tmp_path), "cpu"), lambda: read_base_model(tmp_path)]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight) != is_other
+    for read in reads if is_other else []:
+        with pytest.raises(UserError, match=r'lm_head\.weight .*other values.*"tie_word_embeddings": false'):
+            read()
+    if is_other:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    read_base_model(tmp_path)
+    ours = load_policy(str(tmp_path), "float32", "cpu").module
+    assert torch.equal(ours.lm_head.weight, weights["lm_head.weight"])
+    assert torch.equal(ours.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+    outline_policy(str(tmp_path)), load_base(str(tmp_path), "cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from echo2.core.errors import InvariantError, LinkError, PeerError
+from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner.core import checkpoint
 from echo2.learner.grpo import saving
 from echo2.learner.grpo.loop import GrpoClient
@@ -75,6 +75,27 @@ def test_a_learner_whose_head_stays_away_saves_a_checkpoint(tmp_path: Path) -> N
     with pytest.raises(LinkError, match="TakeGroups"):
         run(ScriptedHead(fault=fault), GrpoClient(tiny_policy(), OPTIONS), tmp_path, patience_seconds=0.3)
     assert checkpoint.latest(tmp_path) == tmp_path / "step_3"
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk or a network that fails for a moment: the run would go on from an older step."""
+    client = GrpoClient(tiny_policy(), OPTIONS)
+    client.save_state(tmp_path / "step_2").result()
+    opened = Path.open
+
+    def fails(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        with pytest.raises(UserError, match=r"step_2 cannot be read now: Input/output error\. Try again"):
+            checkpoint.recover(tmp_path)
+    assert checkpoint.recover(tmp_path) == tmp_path / "step_2"
 
 
 def test_a_damaged_checkpoint_does_not_take_the_place_of_the_one_that_was_resumed(tmp_path: Path) -> None:

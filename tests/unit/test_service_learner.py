@@ -160,32 +160,6 @@ def test_a_model_moved_out_of_memory_comes_back(client: Client, monkeypatch: pyt
     assert client.train("m", range(8, 11)) == client.train("same", range(8, 11))
 
 
-@pytest.mark.parametrize("is_new", [False, True])
-def test_a_model_for_which_a_full_disk_leaves_no_memory_is_not_taken_for_a_new_one(
-    client: Client, monkeypatch: pytest.MonkeyPatch, is_new: bool
-) -> None:
-    expected = client.train("same", range(1, 7))
-    client.train("m", range(1, 4))
-    client.call(UnloadCall("m"))
-    monkeypatch.setattr(models_module, "MEMORY_BYTES", 1)
-    call = CreateModelCall("new", ModelSpec("tiny", rank=2)) if is_new else OptimStepCall("m", 4, ADAM)
-    for _ in range(2):
-        with no_file_beyond(100), pytest.raises(UserError, match="was not saved"):
-            client.call(call)
-        assert [name in client.tenants for name in ("m", "new", "same")] == [False, False, True]
-    assert client.train("m", range(4, 7)) == expected[3:]
-    assert "same" not in client.tenants
-
-
-def test_a_model_that_cannot_leave_memory_lets_another_leave(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    client.train("same", range(1, 4))
-    client.call(ForwardBackwardCall("m", 1, some_data("1"), "cross_entropy", {}, True))
-    monkeypatch.setattr(models_module, "MEMORY_BYTES", client.tenants.num_bytes("m") * 2)
-    with no_file_beyond(100):  # `same`, which rests longer, has a step that no checkpoint holds
-        client.call(CreateModelCall("new", ModelSpec("tiny", rank=2)))
-    assert [name in client.tenants for name in ("m", "same", "new")] == [False, True, True]
-
-
 def test_models_that_rest_leave_memory_a_few_at_a_time_and_come_back_the_same(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ OPERATIONS = ("create_model", "forward_backward", "optim_step", "save_state", "l
         ("'/tmp/my models/x' is bad", "... is bad"),
         ("/home/a/b: bad, see ~/x/y, or /a.", "...: bad, see ..., or ..."),
         ("[Errno 2] No such file: PosixPath('/a/b')", "[Errno 2] No such file: PosixPath(...)"),
+        ("/srv/models/tom:train:0/step_5 is full: wait", "... is full: wait"),
         ("sqlite:////a/b.sqlite and file:///etc/x", "... and ..."),
         ("log=/var/log/x", "log=..."),
         ("no checkpoint 'tinker://M/weights/NAME', echo2/tiny", "no checkpoint 'tinker://M/weights/NAME', echo2/tiny"),

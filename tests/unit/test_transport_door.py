@@ -261,6 +261,32 @@ def test_callers_address_is_known_whatever_is_listened_on(host: str, identity: R
     run(scenario())
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_server_whose_stop_is_given_up_has_stopped(identity: RunIdentity, starts: bool) -> None:
+    """Ctrl-C while a process ends must not leave a server that runs into the end of the loop."""
+
+    async def scenario(moments: int) -> bool:
+        server = GrpcServer(LOOPBACK, 0, identity, {})
+        if starts:
+            await server.start()
+            stopping = asyncio.ensure_future(server.stop())
+        else:
+            stopping = asyncio.ensure_future(server.start())
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        was_given_up = stopping.cancel()
+        await asyncio.wait([stopping])
+        if not starts:
+            await server.stop()
+        assert not server._server._server.is_running(), f"given up after {moments} moments"
+        assert not server._door._listeners
+        return was_given_up
+
+    moments = 1  # by then it has begun
+    while asyncio.run(scenario(moments)):
+        moments += 1
+
+
 @pytest.mark.parametrize("port", [65_536, 10**9])
 def test_invalid_port(identity: RunIdentity, port: int) -> None:
     async def scenario() -> None:

@@ -333,7 +333,7 @@ def test_a_payload_for_a_departed_caller_is_not_handed_out(tmp_path: Path) -> No
         for name in archive.offer(manifest.hashes):
             await archive.put(name, bytes(chunks[name]))
         is_free = threading.Event()
-        archive._thread.submit(is_free.wait)
+        archive._thread._threads.submit(is_free.wait)
         taking = asyncio.ensure_future(archive.take(manifest))
         await asyncio.sleep(0)
         taking.cancel()
@@ -342,7 +342,7 @@ def test_a_payload_for_a_departed_caller_is_not_handed_out(tmp_path: Path) -> No
         assert archive.retained == []
         await archive.take(manifest)
         assert archive.retained == [ref(0)]
-        archive.close()
+        await archive.close()
 
     asyncio.run(story())
 

@@ -6,13 +6,12 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 
-from broadcast_fleet import content, opened, until
+from broadcast_fleet import content, disk_threads, opened, until
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
 from echo2.transport import message_bytes
@@ -65,7 +64,7 @@ def test_slow_connections_hold_a_chunk_each_and_the_others_send_the_rest(tmp_pat
     num_fast, num_slow = rng.randint(1, 3), rng.randint(1, 3)
 
     async def scenario() -> None:
-        with ThreadPoolExecutor(1) as disk:
+        async with disk_threads() as disk:
             cache = ChunkCache(ChunkStore(tmp_path), disk)
             server = Server(cache, lambda payload: True)
             streams = [server.serve(PEER, request(pieces)) for _ in range(num_fast + num_slow)]
@@ -96,7 +95,7 @@ def test_only_the_same_peer_with_the_same_chunks_shares_a_request_and_over_so_ma
     store.put_checked(list(pieces.items()))
 
     async def scenario() -> None:
-        with ThreadPoolExecutor(1) as disk:
+        async with disk_threads() as disk:
             server = Server(ChunkCache(store, disk), lambda payload: True)
 
             async def begun(peer_id: str, asked: wire.ChunkRequest) -> Stream:

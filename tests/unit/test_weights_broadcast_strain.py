@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from broadcast_fleet import SECONDS, content, fail, opened, until
+from broadcast_fleet import SECONDS, content, disk_threads, fail, opened, until
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
 from echo2.transport import message_bytes
@@ -72,7 +71,7 @@ def test_a_paced_peer_gets_chunks_at_its_rate_and_notice_of_more(tmp_path: Path)
     store.put_checked(list(pieces.items()))
 
     async def scenario() -> None:
-        with ThreadPoolExecutor(1) as disk:
+        async with disk_threads() as disk:
             paces = iter((1e5, 1050.0, 1050.0))  # bytes per second after each chunk: .01 s, then .95 s
             server = Server(ChunkCache(store, disk), lambda payload: False, lambda peer_id, payload: next(paces))
             request, began_at = wire.ChunkRequest(hashes=list(pieces), payload=PAYLOAD), time.monotonic()

@@ -67,13 +67,13 @@ def test_an_aborted_merge_leaves_nothing(tmp_path: Path, end: str) -> None:
         await publish_many(archive, 8)
         before = chunks_here(archive, tmp_path)
         is_free = threading.Event()
-        archive._thread.submit(is_free.wait)
+        archive._thread._threads.submit(is_free.wait)
         merging = asyncio.ensure_future(archive.merge(payload))
         await asyncio.sleep(0)
         assert list(archive._merged) == [payload]
         dropping = asyncio.ensure_future(archive.drop(ref(8)) if end == "dropped" else asyncio.sleep(0))
         await asyncio.sleep(0)
-        are_made = archive._thread.submit(lambda: chunks_here(archive, tmp_path) - before)
+        are_made = archive._thread._threads.submit(lambda: chunks_here(archive, tmp_path) - before)
         if end == "cancelled":
             merging.cancel()
         is_free.set()
@@ -87,7 +87,7 @@ def test_an_aborted_merge_leaves_nothing(tmp_path: Path, end: str) -> None:
         assert chunks_here(archive, tmp_path) <= before, "nothing that was made for it"
         await archive.merge(payload)
         assert list(archive._merged) == ([] if end == "dropped" else [payload])
-        archive.close()
+        await archive.close()
 
     asyncio.run(story())
 

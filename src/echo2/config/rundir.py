@@ -102,7 +102,7 @@ def claimed(path: Path, role: str) -> Iterator[None]:
     try:
         lock = FileLock(path / f".{role}.lock")
     except OSError as error:
-        raise UserError(f"Cannot write the run directory {path}: {error.strerror}.") from error
+        raise write_failed(error, f"Cannot write the run directory {path}: {error.strerror}.") from error
     with closing(lock):
         while not lock.take():
             if time.monotonic() > give_up_at:
@@ -168,7 +168,7 @@ def create(path: Path, config: configuration.Config, resume: bool) -> RunDir:
         for stale in (rundir.outcome, rundir.status, rundir.processes, rundir.summary):
             stale.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"Cannot write the run directory {path}: {error.strerror}.") from error
+        raise write_failed(error, f"Cannot write the run directory {path}: {error.strerror}.") from error
     return rundir
 
 

@@ -6,6 +6,7 @@ A bare task reports its failure only when it is garbage-collected, if at all, an
     spawn(work, on_error)   work that nobody awaits: its owner learns of an error that the work does not handle itself
     Background(on_error)    all such work of one owner, which ends with it
     awaited(work)           work whose starter awaits the outcome, so that errors are raised there
+    to_its_end(work)        work that a cancelled caller still awaits
     together()              several such works, of which the first error ends the others
     Shared(make)            values that are made once, for all that ask for them
 """
@@ -22,6 +23,8 @@ from echo2.core.errors import Echo2Error
 
 T = TypeVar("T")
 K = TypeVar("K")
+
+log = logging.getLogger(__name__)
 
 #: An event loop itself refers to its tasks only weakly.
 _running: set[asyncio.Task[Any]] = set()
@@ -52,6 +55,17 @@ def awaited(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return task
 
 
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do work of bounded time that must not be left half done, such as a close: if the caller is cancelled meanwhile,
+    that is raised once the work has ended. Raises: what the work raises."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 @asynccontextmanager
 async def together() -> AsyncIterator[asyncio.TaskGroup]:
     """Yield a group whose tasks end with the block. The first error ends the others, and is raised as it is.
@@ -70,12 +84,12 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
         raise errors.exceptions[0] from None
 
 
-def unforeseen(log: logging.Logger, doing: str) -> Callable[[Exception], None]:
+def unforeseen(log: logging.Logger, doing: str) -> Callable[[BaseException], None]:
     """Return an `on_error` for work that callers await as long as they are there: what nobody may hear is logged,
     unless it is one of echo2's own errors, which callers expect.
     """
 
-    def hear(error: Exception) -> None:
+    def hear(error: BaseException) -> None:
         if not isinstance(error, Echo2Error):
             log.error("%s failed", doing, exc_info=error)
 
@@ -93,7 +107,7 @@ class Shared(Generic[K, T]):
 
     async def get(self, key: K) -> T:
         """Return the value, made now or before. Raises: what `make` raises."""
-        work = self._works.pop(key, None) or awaited(self._make(key))
+        work = self._works.pop(key, None) or self._begun(key)
         self._works[key] = work  # behind those that were asked for before
         try:
             return await asyncio.shield(work)
@@ -101,6 +115,17 @@ class Shared(Generic[K, T]):
             if self._works.get(key) is work:
                 del self._works[key]
             raise
+
+    def _begun(self, key: K) -> asyncio.Task[T]:
+        work = awaited(self._make(key))
+        hear = unforeseen(log, "what several asked for")
+
+        def ended(_: asyncio.Task[T]) -> None:  # all who asked may have given up before it fails
+            if not work.cancelled() and (error := work.exception()) is not None:
+                hear(error)
+
+        work.add_done_callback(ended)
+        return work
 
     def made(self) -> dict[K, T]:
         """Return the values that there are, the most recently asked for last."""

@@ -1,7 +1,10 @@
-"""An event loop in a thread of its own, for an object that other threads use.
+"""Between threads and event loops: a loop in a thread of its own, for an object that other threads use, and threads of
+their own for what would block a loop.
 
 A thread that calls `call_soon_threadsafe` or `run_coroutine_threadsafe` of a loop can come after the end of that loop,
-however it checks before. Here such a call is an expected outcome: nothing begins, and a future is cancelled.
+however it checks before. Here such a call is an expected outcome: nothing begins, and a future is cancelled. Where
+asyncio itself makes the call, which only checks, the threads end before their loop does. So these functions, and
+`run_in_executor`, are called here alone (`tests/house.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +30,32 @@ def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *a
             raise
         return False
     return True
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Begin `work` in a thread of the running loop, whose end waits for it. Unlike the task of a coroutine, what is
+    returned is cancelled by nobody but those who have it."""
+    return asyncio.get_running_loop().run_in_executor(None, work)
+
+
+class BlockingThreads:
+    """Threads for the work that would block the event loop of an owner, who calls all methods in that loop.
+
+    The end of a piece of work is told to the loop even if nobody awaits it any more. The loop's default threads are
+    joined at the loop's end; these are joined by `close`, so close them before.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(count, name)
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Run `work` in one of the threads. Raises: what it raises; CancelledError: `close` came before it began."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def close(self) -> None:
+        """Cancel the work that has not begun, and wait for the end of the rest."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._threads.shutdown)
 
 
 class LoopThread:

@@ -218,6 +218,7 @@ class Supervisor:
             assert self.head.process is not None
             if self.head.process.status is not None:
                 self._died(self.head)
+                deadline = time.monotonic() + HEAD_START_SECONDS  # of the next one; a full disk may last for days
             if time.monotonic() > deadline:
                 raise ProcessFailed(
                     f"The head did not start within {HEAD_START_SECONDS:.0f} s; see {self._log(self.head)}."

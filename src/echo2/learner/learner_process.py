@@ -36,7 +36,7 @@ from echo2.core.types import RolloutGroup
 from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.mesh import Mesh, Place, join, place
-from echo2.learner.core.model import Policy
+from echo2.learner.core.model import Policy, check_pass
 from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, BorrowedWeights, Publisher, share_of
 from echo2.learner.core.state import Saving
 from echo2.learner.grpo.card import LearnerCard
@@ -145,24 +145,38 @@ async def _connected(rundir: RunDir, ticket: str) -> Link:
 
 
 def _loaded(config: Config, device: str, mesh: Mesh) -> Policy | None:
-    """Load the policy that the run trains, on every rank. None: it does not load on some rank, and the first such rank
-    has said why, so that a mistake that all ranks meet is one error.
+    """Load the policy that the run trains, on every rank, and have all of them compute with it once. None: that fails
+    on some rank, and the first such rank has said why, so that a mistake that all ranks meet is one error.
 
     Raises:
-        UserError: it does not load on this rank, and loads on all before it.
+        UserError: it fails on this rank, and on none before it.
     """
     policy, problem = None, None
     try:
         policy = load_trained(config, device, mesh)
     except UserError as error:
         problem = error
+    if not _all_go_on(problem, mesh) or policy is None:
+        return None
+    if mesh.size > 1:
+        try:
+            check_pass(policy, config.model.path, mesh)
+        except UserError as error:
+            problem = error
+        if not _all_go_on(problem, mesh):
+            return None
+    return policy
+
+
+def _all_go_on(problem: UserError | None, mesh: Mesh) -> bool:
+    """Whether no rank has a problem. Otherwise this rank leaves the others. Raises `problem` on the first with one."""
     failed = [rank for rank, problems in enumerate(mesh.gather(str(problem or "").encode())) if problems]
     if not failed:
-        return policy
+        return True
     mesh.leave()
     if problem is not None and failed[0] == mesh.rank:
         raise problem
-    return None
+    return False
 
 
 def _train(rundir: RunDir, ticket: str, here: Place | None, card_directory: str = "") -> int:

@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from echo2.core.addresses import LOOPBACK, join
+from echo2.core.background import to_its_end
 from echo2.core.errors import PeerError, UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
@@ -83,7 +84,10 @@ class PeerServer:
             ) from error
 
     async def stop(self) -> None:
-        """Accept no more connections; calls under way have `GRACE_SECONDS` to end."""
+        """Accept no more connections; calls under way have `GRACE_SECONDS` to end. Also if this is cancelled."""
+        await to_its_end(self._stop())
+
+    async def _stop(self) -> None:
         self._door.shut()
         await self._server.stop(grace=GRACE_SECONDS)
         await self._door.close()

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from echo2.core.documents import parse_json
-from echo2.core.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError, write_failed
 from echo2.transport import certificates
 from echo2.transport.certificates import Key
 from echo2.transport.tickets import Credentials, Terms, TermsFiles, ticket_text
@@ -90,7 +90,10 @@ class RunIdentity:
             ca, _ = (certificates.read_pem(read[name]) for name in ("ca.pem", "server.pem"))
             credentials = Credentials(read["ca.pem"], read["server.pem"], read["server.key"])
             return RunIdentity(directory, ca_key, ca, credentials)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            what = f"Cannot use the run's identity in {directory}: {error}."
+            raise write_failed(error, f"{what} Free some space, or restore it from a copy.") from error
+        except ValueError as error:
             raise UserError(
                 f"Cannot use the run's identity in {directory}: {error}. Restore it from a copy."
             ) from error
@@ -169,7 +172,9 @@ class RunIdentity:
         try:
             self._terms.write(ticket_id, terms)
         except OSError as error:
-            raise UserError(f"Cannot write ticket {ticket_id} in {self._directory}: {error.strerror}.") from error
+            raise write_failed(
+                error, f"Cannot write ticket {ticket_id} in {self._directory}: {error.strerror}."
+            ) from error
 
     # ---- members -----------------------------------------------------------------------------------------------------
 
@@ -335,9 +340,8 @@ class PeerIdentity:
                 certificates.write_private(path, certificates.key_pem(certificates.make_key()))
             return certificates.make_request(certificates.read_key(path.read_bytes()))
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"Cannot keep this machine's key in {self.directory}: {error}. Choose another --state."
-            ) from error
+            message = f"Cannot keep this machine's key in {self.directory}: {error}. Choose another --state."
+            raise (write_failed(error, message) if isinstance(error, OSError) else UserError(message)) from error
 
     def keep(self, ca_pem: bytes, certificate_der: bytes) -> tuple[str, Credentials]:
         """Store the certificate from enrolment; returns (peer id, credentials).

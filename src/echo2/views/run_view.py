@@ -212,6 +212,9 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
         why = "no head was started there. `echo2 run` starts one."
         if is_claimed(rundir.path):
             why = "its head is being started, or stands by for another one. Ask again in a minute."
+            if (free := free_bytes(rundir.path)) < FLOOR_BYTES:
+                sizes = f"{free >> 20} MiB free, {FLOOR_BYTES >> 20} needed"
+                why = f"its head waits for room on the disk that holds {rundir.path}: {sizes}. Free some space."
         raise UserError(f"{rundir.path} has no status yet: {why}")
     return live_status(rundir, status)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 
 from echo2.core.background import spawn
 from echo2.core.devices import return_freed_memory
 from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.loop_thread import BlockingThreads
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.engines.engine import OutOfMemoryError
 from echo2.transport import wire_pb2 as wire
@@ -49,7 +50,7 @@ class WorkerWeights:
         # The payload may be announced again with other chunks; a fetch under way continues with its first manifest.
         self._incoming: Manifest | None = None
         self._taken: Manifest | None = None  # of the payload applied last
-        self._loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
+        self._loading = BlockingThreads(1, "loading")
         self._taking: asyncio.Task[None] | None = None
         self.port = 0
         self.content = InstalledContent(self._store)
@@ -61,7 +62,7 @@ class WorkerWeights:
             UserError: the address is not available, or the disk is full.
         """
         self.port = await self.node.start()
-        await asyncio.get_running_loop().run_in_executor(self._loading, self.content.restore)
+        await self._loading.run(self.content.restore)
 
     # ---- fetching ------------------------------------------------------------------------------------------------
 
@@ -100,9 +101,8 @@ class WorkerWeights:
 
     async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
         """Take a base model's weights from the owner's disk, then fetch the rest, its smaller files."""
-        loop = asyncio.get_running_loop()
         if own.ref != manifest.ref:  # the run may have it in 16 bits
-            own = await loop.run_in_executor(self._loading, rounded, own)
+            own = await self._loading.run(rounded, own)
         if own.ref != manifest.ref:
             ours, theirs = own.ref.policy, manifest.ref.policy
             raise UserError(
@@ -110,7 +110,7 @@ class WorkerWeights:
                 "Give the model that the learner has, or leave --base out to fetch it."
             )
         try:
-            await loop.run_in_executor(self._loading, self.content.take_base, manifest, own)
+            await self._loading.run(self.content.take_base, manifest, own)
         except PeerError as error:
             raise UserError(
                 f"--base no longer holds {own.ref.policy}: it changed while the worker ran ({error}). Leave it as it "
@@ -144,7 +144,7 @@ class WorkerWeights:
             UserError: the disk is full.
         """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._loading, self.content.base, ref)
+            return await self._loading.run(self.content.base, ref)
         except PeerError as error:
             raise PeerError("base_model", error.detail) from error
 
@@ -157,15 +157,15 @@ class WorkerWeights:
         Raises:
             UserError: the disk is full.
         """
-        manifest, loop = self._fetched(payload), asyncio.get_running_loop()
+        manifest = self._fetched(payload)
         self._taken = manifest
         if self._own_base is not None and manifest.base_model is None:
             log.warning("the run trains whole models: --base has no effect here")
             self._own_base = None
         try:
-            await loop.run_in_executor(self._loading, self._take, manifest)
+            await self._loading.run(self._take, manifest)
             pause = await load(self.content.snapshot())
-            await loop.run_in_executor(self._loading, return_freed_memory)  # of the weights before
+            await self._loading.run(return_freed_memory)  # of the weights before
         except (OutOfMemoryError, MemoryError) as error:
             log.warning("no room for snapshot %s: %s", payload, error)
             self._dispatch(ev.SnapshotTooLarge(payload, str(error)))
@@ -201,11 +201,13 @@ class WorkerWeights:
         manifest = self._taken
         if manifest is None or manifest.payload != payload:
             return
-        kept = await asyncio.get_running_loop().run_in_executor(self._loading, self.content.keep, manifest)
+        kept = await self._loading.run(self.content.keep, manifest)
         if kept is not None:
             self._store.forget([*kept, self._incoming or manifest])  # no await in between: no fetch relies on the rest
             await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:
-        self._loading.shutdown(wait=False, cancel_futures=True)
-        await self.node.close()
+        """Wait for what is being loaded, and leave the broadcast."""
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the other
+            closing.push_async_callback(self.node.close)
+            closing.push_async_callback(self._loading.close)

@@ -15,14 +15,14 @@ import shlex
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from echo2.config.values import AUTO, NO_SLOT_LIMIT, SERVERS, ServerPlace
-from echo2.core.background import Background
+from echo2.core.background import Background, unforeseen
 from echo2.core.clock import Clock
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
@@ -119,6 +119,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._background = Background(self._give_up)
         self._stopped: asyncio.Future[str] = self._loop.create_future()
+        self._log_failure = unforeseen(log, "what the worker did while it ended")
         self._wake: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
         self._heartbeat_seconds = 0.0  # the head says it
@@ -145,12 +146,14 @@ class WorkerProcess:
         finally:
             if not self._stopped.done() and self._sampling is not None and self._sampling.scheduler.connected:
                 await self._leave()  # the owner ends this worker
+            self._stopped.cancel()  # what fails from now on is logged
             self._background.cancel()
             log.info("%s", self._delivered)
-            if self._sampling is not None:
-                await self._sampling.sampler.close()
-            await self._weights.close()
-            await self._link.close()
+            async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+                closing.push_async_callback(self._link.close)
+                closing.push_async_callback(self._weights.close)
+                if self._sampling is not None:
+                    closing.push_async_callback(self._sampling.sampler.close)
 
     # ---- events and commands -------------------------------------------------------------------------------------
 
@@ -193,6 +196,8 @@ class WorkerProcess:
     def _give_up(self, error: BaseException) -> None:
         if not self._stopped.done():
             self._stopped.set_exception(error)
+        else:
+            self._log_failure(error)
 
     def _stop(self, reason: str) -> None:
         if not self._stopped.done():

@@ -51,7 +51,7 @@ _PATH = re.compile(
     r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
     r"|[A-Za-z][\w+.-]*:/{2,}\S*"
     r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
-    r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
+    r"|(?<![\w/.~-])~?/(?:[^\s'\"`,;:()\[\]{}<>|]|:(?=[\w.-]))+"
 )
 ERROR_CHARS_MAX = 2000
 #: Carries a page's half of its key.

@@ -200,7 +200,7 @@ class Models:
             return known.spec.owner
         try:
             return self._spec(call.model).owner
-        except UserError:
+        except (UserError, OSError):  # its call says what is wrong
             return call.model
 
     def carry_out(self, call: ModelCall) -> Slices:
@@ -233,10 +233,13 @@ class Models:
                 raise UserError(f"Model {call.model!r} exists already, with other settings: use another id.")
             return Answer()
         self._add(call.model, call.spec)
-        directory.mkdir(parents=True, exist_ok=True)
         partial = directory / "spec.partial"
-        partial.write_bytes(msgspec.json.encode(call.spec))
-        partial.replace(directory / "spec.json")
+        try:
+            partial.write_bytes(msgspec.json.encode(call.spec))
+            partial.replace(directory / "spec.json")
+        except BaseException:
+            self._forget(call.model)  # the disk is full: it is created by the next call, or by none
+            raise
         return Answer()
 
     def _operate(self, call: Operation) -> Slices:
@@ -362,8 +365,8 @@ class Models:
                 f"An adapter of rank {spec.rank} takes {size} bytes with gradients and moments; "
                 f"{limits.ADAPTER_MEMORY_BYTES} are allowed. Lower the rank, or train fewer layers."
             )
-        directory.mkdir(parents=True, exist_ok=True)
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             journal = Journal(directory / "journal")
         except Exception:
             tenants.remove(name)
@@ -382,7 +385,7 @@ class Models:
         room stays.
 
         Raises:
-            UserError, OSError: there is no room for this one either, then.
+            NoRoomError: there is no room for this one either, then. It names no other tenant's model.
         """
         sizes = {each: model.tenants.num_bytes(each) for each, model in self._in_memory.items()}
         excess, problem = sum(sizes.values()) - MEMORY_BYTES, None
@@ -395,7 +398,11 @@ class Models:
             except (UserError, OSError) as error:
                 problem = error
         if problem is not None and excess > 0:
-            raise problem
+            log.warning("no memory for %s: %s", name, problem)
+            raise NoRoomError(
+                "There is no memory for this model: models that rest cannot be written to the service's disk at the "
+                "moment. Nothing was lost. Try again later."
+            ) from problem
 
     def _unload_idle(self) -> None:
         """Unload some of the models that rest. One with gradients stays: to load it again, its data would be run."""
@@ -456,5 +463,5 @@ class Models:
     def _spec(self, name: str) -> ModelSpec:
         try:
             return msgspec.json.decode((self._directory(name) / "spec.json").read_bytes(), type=ModelSpec)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise UserError(f"There is no model {name!r}.") from error

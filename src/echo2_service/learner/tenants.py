@@ -57,7 +57,11 @@ class Tenants:
         """
         adapter = self._base.adapter(lora, seed)
         adapter.files = {ADAPTER_CONFIG: adapter.files[ADAPTER_CONFIG]}  # the other files are the base model's
-        self._trainer.add(name, adapter)
+        try:
+            self._trainer.add(name, adapter)
+        except BaseException:
+            self._base.remove(adapter)
+            raise
         self._adapters[name] = adapter
         self._sizes[name] = PassSize(TOKENS_PER_PASS)
 

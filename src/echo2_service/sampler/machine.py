@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
-from echo2.core.background import Shared, spawn
+from echo2.core.background import Shared, spawn, unforeseen
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError, counted
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
@@ -140,6 +140,7 @@ class SamplerMachine:
     def __init__(self, member: Membership, directory: Path, options: WorkerOptions, own_base: Snapshot | None) -> None:
         self._options, self._link = options, member.link()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._log_failure = unforeseen(log, "what the machine did while it ended")
         receive = partial(WeightsReceiver, member, self._link, directory, options.listen, options.relays)
         self._weights = FetchedWeights(receive, directory / "contents", self._fail, own_base)
         self._slots = options.slots or SLOTS
@@ -166,6 +167,7 @@ class SamplerMachine:
             closing.callback(self._disconnected)
             attending = spawn(self._attend(), self._fail)
             closing.callback(attending.cancel)
+            closing.push(self._ended)
             done, _ = await asyncio.wait({attending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
             raise InvariantError("a machine attends for ever, or fails")
@@ -218,9 +220,16 @@ class SamplerMachine:
         self._calls.drop_all()
         self._weights.node.disconnected()
 
+    def _ended(self, _: object, raised: BaseException | None, __: object) -> None:
+        """Log what has failed and is not raised, and from now on what fails while this machine ends."""
+        if not self._failed.cancel() and (failure := self._failed.exception()) is not None and failure is not raised:
+            self._log_failure(failure)
+
     def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
             self._failed.set_exception(error)
+        else:
+            self._log_failure(error)
 
     async def _beat(self, heartbeat_seconds: float) -> None:
         node = self._weights.node

@@ -21,8 +21,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from echo2.core.background import Shared, spawn
+from echo2.core.background import Shared, spawn, together
 from echo2.core.errors import Echo2Error, UserError
+from echo2.core.loop_thread import call_in
 from echo2.core.types import SamplingParams, Snapshot, SnapshotRef
 from echo2.engines.compact import CompactModel
 from echo2.engines.decode_loop import DecodeLoop
@@ -73,16 +74,14 @@ class BaseSampler:
         policy = await self._policy(snapshot)
         stop = await asyncio.to_thread(self._stop_rule, spec.stop_strings) if spec.stop_strings else None
         requests = self._requests(policy, snapshot, spec, stop)
-        outcomes = asyncio.gather(*(self._slots.run(spec.owner, request) for request in requests))
-        try:
-            scores = None
+        scores = None
+        async with together() as runs:
+            outcomes = [runs.create_task(self._slots.run(spec.owner, request)) for request in requests]
             if spec.wants_scores:
                 if (refused := self._loop.refusal(requests[0])) is not None:
                     raise UserError(refused.detail)
                 scores = await asyncio.to_thread(_prompt_scores, policy, spec)
-            sequences = [_sequence(outcome) for outcome in await outcomes]
-        finally:
-            outcomes.cancel()
+        sequences = [_sequence(outcome.result()) for outcome in outcomes]
         if spec.top_sample_logprobs:
             sequences = [await _with_tops(policy, spec, sequence) for sequence in sequences]
         return SampleOutput(sequences) if scores is None else _scored(sequences, scores)
@@ -302,7 +301,7 @@ async def serve(settings: ProcessSettings, inbox: BinaryIO, tell: Callable[[Answ
     log.info("ready: %s", ", ".join(samplers))
 
     def take(request: Request) -> None:
-        loop.call_soon_threadsafe(calls.take, request)
+        call_in(loop, calls.take, request)
 
     await asyncio.to_thread(receive, inbox, take)
 

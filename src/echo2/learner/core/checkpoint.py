@@ -52,7 +52,7 @@ def step_directory(root: Path, version: int) -> Path:
 
 
 def latest(root: Path) -> Path | None:
-    """Return the newest whole checkpoint under `root`; torn or damaged ones are skipped."""
+    """Return the newest whole checkpoint under `root`; torn or damaged ones are skipped. Raises: as `is_whole`."""
     return next((path for path in _newest_first(root) if is_whole(path)), None)
 
 
@@ -61,11 +61,17 @@ def recover(root: Path) -> Path | None:
     `damaged_step_N`. Otherwise `prune`, which only compares file sizes, would keep them in its place.
 
     Raises:
-        UserError: a damaged checkpoint can't be renamed.
+        UserError: a damaged checkpoint can't be renamed, or one can't be read, which may pass.
     """
     for path in _newest_first(root):
-        if is_whole(path):
-            return path
+        try:
+            if is_whole(path):
+                return path
+        except OSError as error:
+            raise UserError(
+                f"The checkpoint {path} cannot be read now: {error.strerror}. Try again; if it stays so, move this "
+                "directory away, and --resume continues from the one before."
+            ) from error
         aside = path.with_name(f"damaged_{path.name}")
         log.warning("the checkpoint %s is damaged; it is kept as %s", path, aside.name)
         try:
@@ -92,18 +98,30 @@ def prune(root: Path, keep: int, spared: Collection[int] = ()) -> None:
 def read_state(directory: Path) -> dict[str, Any] | None:
     """Return state.json if it is valid and all files have the sizes it names; else None. Cheap: reads no weights."""
     try:
+        return _parsed_state(directory)
+    except OSError:
+        return None
+
+
+def _parsed_state(directory: Path) -> dict[str, Any] | None:
+    """As `read_state`. Raises OSError: a file is there and can't be read."""
+    try:
         state: dict[str, Any] = parse_json((directory / STATE_FILE).read_bytes())
         sizes_fit = all((directory / name).stat().st_size == entry["bytes"] for name, entry in state["files"].items())
         is_described = all("blake3" in entry for entry in state["files"].values())
         is_described = is_described and isinstance(state["client"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return state if sizes_fit and is_described and state.get("format") == FORMAT else None
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether every file exists with the digest that state.json names."""
-    state = read_state(directory)
+    """Whether every file exists with the digest that state.json names.
+
+    Raises:
+        OSError: a file is there and can't be read; this says nothing about what it holds.
+    """
+    state = _parsed_state(directory)
     if state is None:
         return False
     return all(_digest(directory / name) == entry["blake3"] for name, entry in state["files"].items())

@@ -23,7 +23,7 @@ from echo2.core.types import StoredTensor
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, distinct, hub_layout, text_module
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.quantised import quantise
-from echo2.weights.format.model_files import stored_weights
+from echo2.weights.format.model_files import refuse_untied, stored_weights
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ def load_module(
     with init_empty_weights():
         module: Any = text_module(config, dtype).eval()
     module.tie_weights()
-    _warn_of_untied(layout, tensors)
     reader = _Reader(module, layout, tensors, device, dtype)
     if in_4_bits:
         quantise(module, reader.fill)
@@ -125,6 +124,8 @@ def _fitting_layout(config: Any, tensors: Mapping[str, StoredTensor], half: torc
                 f"model.path: {name} is stored as {stored.dtype}, which is quantised, and weights that are quantised "
                 "cannot be trained. Give the model without quantisation."
             )
+    for name, source in layout.copies.items():
+        refuse_untied(name, tensors[name], source, tensors[source])
     return layout
 
 
@@ -201,27 +202,6 @@ def _without(config: Any, method: object) -> str:
         f"quantization_config={setting}(dequantize=True)).save_pretrained(NEW). Copy the tokenizer's files to NEW, and "
         "set model.path to it."
     )
-
-
-def _warn_of_untied(layout: HubLayout, tensors: Mapping[str, StoredTensor]) -> None:
-    """Warn of weights that config.json ties and the files store with different values. transformers would not tie them;
-    here config.json decides, as in engines.
-    """
-    for name, source in layout.copies.items():
-        if not _are_equal(tensors[name], tensors[source]):
-            log.warning(
-                "model.path: config.json ties %s to %s, and the weights have both, with different values: the second "
-                'is taken for both. If that is wrong, write "tie_word_embeddings": false into config.json.',
-                name,
-                source,
-            )
-
-
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    if (one.dtype, one.shape, one.num_bytes) != (other.dtype, other.shape, other.num_bytes):
-        return False
-    pieces = ((first, min(first + PIECE_BYTES, one.num_bytes)) for first in range(0, one.num_bytes, PIECE_BYTES))
-    return all(one.read(*piece) == other.read(*piece) for piece in pieces)
 
 
 def _read(into: torch.Tensor, stored: StoredTensor) -> None:

@@ -424,27 +424,33 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None, in
         files["config.json"] = with_dtype(files["config.json"], dtype)
     tensors = stored_weights(directory)
     policy = Policy(module, files, place, layout, {name: tensors[name] for name in sorted(layout.others)})
-    if mesh is None or mesh.size == 1:  # ranks pass together, once their teachers and adapters are there, too
-        _check_pass(policy, path)
+    if mesh is None or mesh.size == 1:  # ranks pass together, once the model is there on each of them
+        check_pass(policy, path, Mesh())
     return policy
 
 
-def _check_pass(policy: Policy, path: str) -> None:
-    """Refuse a model whose first pass would fail: transformers builds some from values that do not fit together.
+def check_pass(policy: Policy, path: str, mesh: Mesh) -> None:
+    """Refuse a model whose first pass would fail: transformers builds some from values that do not fit together. Every
+    rank must call it.
 
     Raises:
         UserError: in transformers' words.
     """
+    failed: Exception | None = None
     try:
-        _ = policy.ends_with_output_layer
+        with torch.no_grad():
+            mesh.shard(policy.module)(lambda: policy.ends_with_output_layer)
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
+        failed = error
+    mesh.gather(b"")  # raises if another rank is gone, which is no fault of config.json
+    if failed is not None:
+        words = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
         raise UserError(
             f"model.path = {path!r}: transformers' {type(policy.module).__name__} cannot compute with what config.json "
-            f"says: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Compare config.json with the "
-            "one that the model came with."
-        ) from error
+            f"says: {words}. Compare config.json with the one that the model came with."
+        ) from failed
 
 
 def outline_policy(path: str) -> Policy:

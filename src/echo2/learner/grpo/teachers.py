@@ -58,7 +58,7 @@ from echo2.learner.core.adapters import Adapter
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LOG_RATIO_LIMIT, LossTokens
 from echo2.learner.core.mesh import Mesh
-from echo2.learner.core.model import Policy, load_policy
+from echo2.learner.core.model import Policy, check_pass, load_policy
 from echo2.learner.core.trainer import Likely, Trainer
 from echo2.learner.grpo.asked_teachers import AskedTeachers, Question
 from echo2.learner.grpo.data import GroupData
@@ -232,6 +232,8 @@ def _loaded(path: str, policy: Policy, mesh: Mesh) -> Policy:
     """Load a teacher, in the precision of the policy's products."""
     try:
         teacher = load_policy(path, "bfloat16" if policy.computes_in_bfloat16 else "float32", str(policy.device), mesh)
+        if mesh.size > 1:  # all of them are here: a rank on which the load failed ends the learner
+            check_pass(teacher, path, mesh)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"distill.teacher = {path!r}: {policy.device} has no room for it beside the policy. Take a smaller "

@@ -22,7 +22,7 @@ from echo2.core.addresses import LOOPBACK, family, join
 from echo2.core.background import Background, together
 from echo2.core.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.core.frames import frame, receive_frame
-from echo2.core.loop_thread import LoopThread
+from echo2.core.loop_thread import LoopThread, call_in, in_thread
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, SnapshotRef
 from echo2.learner.core.publication import BorrowedWeights, ChunkedPayload, Payload, Publisher
@@ -95,9 +95,9 @@ async def send_parts(payload: ChunkedPayload, send: Callable[[Sequence[bytes]], 
 
     def encode() -> None:
         for names in payload.parts():
-            loop.call_soon_threadsafe(encoded.put_nowait, names)
+            call_in(loop, encoded.put_nowait, names)
 
-    encoding = loop.run_in_executor(None, encode)  # a future, not a task, which could be cancelled under the thread
+    encoding = in_thread(encode)  # a future, not a task, which could be cancelled under the thread
     encoding.add_done_callback(lambda _: encoded.put_nowait(None))
     try:
         while (names := await encoded.get()) is not None:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
 from echo2.core.errors import PeerError
@@ -176,5 +177,6 @@ class Distribution:
         self.origin.dropped(payload)
 
     async def close(self) -> None:
-        await self.origin.close()
-        self.archive.close()
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the other
+            closing.push_async_callback(self.archive.close)
+            closing.push_async_callback(self.origin.close)

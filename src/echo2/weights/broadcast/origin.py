@@ -11,13 +11,13 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from echo2.core.addresses import PORT_MAX, is_loopback, join, split
 from echo2.core.background import Background
 from echo2.core.errors import LinkError, PeerError
+from echo2.core.loop_thread import BlockingThreads
 from echo2.core.types import PayloadId, SnapshotRef
 from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
@@ -81,7 +81,7 @@ class OriginNode:
     ) -> None:
         self._order, self._dial, self._on_error, self._now = order, dial, on_error, now
         self._machine = Broadcast(options or BroadcastOptions())
-        self._disk = ThreadPoolExecutor(DISK_THREADS, "origin")
+        self._disk = BlockingThreads(DISK_THREADS, "origin")
         self._cache = ChunkCache(store, self._disk)
         self._server = Server(self._cache, lambda payload: False, self._machine.rate_limit, self._is_own)
         self._members: dict[str, object] = {}
@@ -190,7 +190,7 @@ class OriginNode:
         self._is_closed = True
         self._server.close()
         await self._chores.close()
-        self._disk.shutdown(wait=True, cancel_futures=True)
+        await self._disk.close()
 
     # ---- events and commands -------------------------------------------------------------------------------------
 

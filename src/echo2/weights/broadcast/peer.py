@@ -14,13 +14,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from echo2.core.addresses import Addresses, host_and_port, split
 from echo2.core.background import Background, spawn
 from echo2.core.errors import LinkError, PeerError
+from echo2.core.loop_thread import BlockingThreads
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, PayloadId, SnapshotRef
 from echo2.transport import messages
@@ -178,7 +179,7 @@ class PeerNode:
         self._store, self._network = store, network
         self._on_whole, self._on_gone, self._on_error = on_whole, on_gone, on_error
         self._listen, self._relays = listen, relays
-        self._disk = ThreadPoolExecutor(DISK_THREADS, "chunks")
+        self._disk = BlockingThreads(DISK_THREADS, "chunks")
         self._fetcher = Fetcher(peer_id)
         self._cache = ChunkCache(store, self._disk)
         self._server = Server(self._cache, self._expects)
@@ -281,11 +282,9 @@ class PeerNode:
         self._server.close()
         if self._wake is not None:
             self._wake.cancel()
-        await self._chores.close()
-        await self._reports.close()
-        await self._edges.close()
-        await self._network.close()
-        self._disk.shutdown(wait=True, cancel_futures=True)
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            for last in (self._disk, self._network, self._edges, self._reports, self._chores):
+                closing.push_async_callback(last.close)
 
     # ---- events and commands -------------------------------------------------------------------------------------
 
@@ -344,7 +343,7 @@ class PeerNode:
             batch, self._unwritten = self._unwritten, []
             chunks = [(hash_, data) for _, hash_, data in batch]
             try:
-                await asyncio.get_running_loop().run_in_executor(self._disk, self._store.put_checked, chunks)
+                await self._disk.run(self._store.put_checked, chunks)
             except Exception as error:  # the disk is full, or a bug
                 if not self._is_closed:
                     self._on_error(error)

@@ -12,9 +12,9 @@ import logging
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
-from concurrent.futures import Executor
 
 from echo2.core.errors import PeerError, UserError
+from echo2.core.loop_thread import BlockingThreads
 from echo2.core.types import PayloadId
 from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
@@ -69,7 +69,7 @@ def requested(request: wire.ChunkRequest) -> dict[bytes, None]:
 class ChunkCache:
     """Serves chunks from memory or from `store`. Disk reads run on `disk` threads, the rest on the event loop."""
 
-    def __init__(self, store: ChunkStore, disk: Executor) -> None:
+    def __init__(self, store: ChunkStore, disk: BlockingThreads) -> None:
         self._store, self._disk = store, disk
         self._recent: OrderedDict[bytes, bytes] = OrderedDict()
         self._recent_bytes = 0
@@ -90,7 +90,7 @@ class ChunkCache:
         if message is not None:
             return message
         try:
-            data = await asyncio.get_running_loop().run_in_executor(self._disk, self._store.get, hash_)
+            data = await self._disk.run(self._store.get, hash_)
         except PeerError as error:
             log.warning("a chunk is not given: %s", error)
             raise PeerError("missing", str(error)) from error

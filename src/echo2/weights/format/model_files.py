@@ -39,6 +39,8 @@ MODEL_FILES = (
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Weights for MLX, whose programs take every file of this ending; transformers shall not take these for its own.
 MLX_WEIGHTS = "model-mlx.safetensors"
+#: Bytes of two tensors that are compared at a time.
+COMPARED_BYTES = 64 << 20
 #: Headers are small: a file that claims a larger one is not safetensors.
 MAX_HEADER_BYTES = 100 << 20
 
@@ -134,7 +136,7 @@ def read_base_model(directory: Path) -> Snapshot:
     A head that is tied to the embedding is left out even if the files have it: engines use the embedding.
 
     Raises:
-        UserError: there is no config.json, or the weights are not readable safetensors.
+        UserError: there is no config.json, the weights are not readable safetensors, or `refuse_untied`.
     """
     files = model_files(directory)
     try:
@@ -143,9 +145,32 @@ def read_base_model(directory: Path) -> Snapshot:
         tensors = stored_weights(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{directory} holds no model in safetensors that can be read: {error!r}.") from error
-    if is_tied and any(name.endswith("embed_tokens.weight") for name in tensors):
-        tensors.pop("lm_head.weight", None)
+    embedding = next((name for name in sorted(tensors) if name.endswith("embed_tokens.weight")), "")
+    if is_tied and embedding and (head := tensors.pop("lm_head.weight", None)) is not None:
+        refuse_untied("lm_head.weight", head, embedding, tensors[embedding])
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
+
+
+def refuse_untied(name: str, one: TensorSource, source: str, other: TensorSource) -> None:
+    """Refuse weights that config.json ties and the files store with different values: transformers would untie them,
+    engines would use the embedding for both, and the numbers of one would be wrong.
+
+    Raises:
+        UserError: the values differ.
+    """
+    if not _are_equal(one, other):
+        raise UserError(
+            f"config.json ties {name} to {source}, and the model's files store both, {name} with other values. Which "
+            'is right? If both are, as transformers takes it, write "tie_word_embeddings": false into config.json; if '
+            f"the embedding is, save the model without {name}."
+        )
+
+
+def _are_equal(one: TensorSource, other: TensorSource) -> bool:
+    if (one.dtype, one.shape, one.num_bytes) != (other.dtype, other.shape, other.num_bytes):
+        return False
+    pieces = ((first, min(first + COMPARED_BYTES, one.num_bytes)) for first in range(0, one.num_bytes, COMPARED_BYTES))
+    return all(one.read(*piece) == other.read(*piece) for piece in pieces)
 
 
 def rounded(

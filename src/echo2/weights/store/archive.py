@@ -18,12 +18,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
 from echo2.core.errors import PeerError, UserError
+from echo2.core.loop_thread import BlockingThreads
 from echo2.core.types import PayloadId, SnapshotRef
 from echo2.weights.format.manifest import MAX_CHUNKS, MAX_DELTAS, Manifest, Segment, compose, widths_of
 from echo2.weights.format.segments import merge_deltas
@@ -43,8 +42,6 @@ MERGING_SECONDS = 5.0
 #: Maximum number of base models of one run; each is as large as a model.
 BASE_MODELS_MAX = 4
 
-T = TypeVar("T")
-
 
 class Archive:
     """The stored snapshots. Call all methods on the event loop.
@@ -56,7 +53,7 @@ class Archive:
         self.store = store
         self.on_dropped: Callable[[PayloadId], None] = lambda payload: None
         self.on_stored: Callable[[bytes, bytes], None] = lambda hash_, data: None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="archive")
+        self._thread = BlockingThreads(1, "archive")
         self._retained: set[SnapshotRef] = reachable(store.manifests())
         self._offered: set[bytes] = set()
         self._joined: dict[PayloadId, Manifest] = {}
@@ -64,11 +61,9 @@ class Archive:
         self._merging = asyncio.Lock()
         self._forgotten: set[PayloadId] = set()  # evicted from `_joined`; workers may still be fetching them
 
-    async def _beside(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    async def close(self) -> None:
+        """Wait for the operation that the thread is at."""
+        await self._thread.close()
 
     # ---- from the learner ----------------------------------------------------------------------------------------
 
@@ -92,7 +87,7 @@ class Archive:
         """
         if hash_ not in self._offered:
             raise PeerError("malformed", "a chunk that was not offered")
-        await self._beside(self.store.put, hash_, data)
+        await self._thread.run(self.store.put, hash_, data)
         self.on_stored(hash_, data)
 
     async def take(self, manifest: Manifest) -> None:
@@ -111,7 +106,7 @@ class Archive:
         was_retained = manifest.ref in self._retained
         self._retained.add(manifest.ref)  # before listing: protects the payload from deletion
         try:
-            await self._beside(self._list, manifest)
+            await self._thread.run(self._list, manifest)
         except BaseException:  # including the cancellation when the caller's connection closes
             if not was_retained:
                 self._retained.discard(manifest.ref)
@@ -185,7 +180,7 @@ class Archive:
                 for at, width in enumerate(widths_of(joined.tensors, joined.extents)):
                     # Stop once the payload is dropped, so that no chunk is stored after the others were deleted.
                     if loop.time() < until and self._merged.get(payload) is made:
-                        segments[at] = await self._beside(self._merge, segments[at], width, len(segments), made)
+                        segments[at] = await self._thread.run(self._merge, segments[at], width, len(segments), made)
                 if self._merged.get(payload) is made:
                     merged = replace(joined, segments=tuple(segments))
                     self._joined.setdefault(payload, merged)
@@ -258,7 +253,7 @@ class Archive:
     async def tidy(self) -> None:
         """Delete payloads and chunks that no worker will request."""
         joined = tuple(self._joined.values())
-        gone = await self._beside(self._tidy, frozenset(self._retained), joined, frozenset(self._offered))
+        gone = await self._thread.run(self._tidy, frozenset(self._retained), joined, frozenset(self._offered))
         for payload in gone:
             self.on_dropped(payload)
 

@@ -253,7 +253,7 @@ class ChunkStore:
                     path.unlink()
             self._whole = self._load_manifests()
         except OSError as error:
-            raise UserError(f"Cannot open the snapshot store {directory}: {error.strerror}.") from error
+            raise write_failed(error, f"Cannot open the snapshot store {directory}: {error.strerror}.") from error
 
     def has(self, hash_: bytes) -> bool:
         return self._packs.place(hash_) is not None
