@@ -381,8 +381,8 @@ class PlannerState(StateMachine):
 
     def open_lease(self, worker_id: str, lease: Lease) -> None:
         worker = self.fleet.get(worker_id)
-        is_on_trial = worker is not None and self.fleet.is_on_trial(worker)
-        self.leases.add(worker_id, lease, self.newest_had(worker_id), is_on_trial)
+        standing = "known" if worker is None else self.fleet.standing(worker)
+        self.leases.add(worker_id, lease, self.newest_had(worker_id), standing)
         self.penalties.granted(worker_id)
         if worker is not None:
             self.fleet.take(worker, lease.lease_id, self.now)

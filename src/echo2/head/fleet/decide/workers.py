@@ -47,6 +47,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         returned=before is not None and before.returned,
         samples=samples,
         speed=speed,
+        is_proven=before is not None and before.is_proven,
         draws=event.draws,
         form=event.form,
         rounds=event.rounds,
