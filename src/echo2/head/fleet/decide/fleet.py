@@ -11,7 +11,7 @@ that a worker without work, or with little, does not look slow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, ValuesView
+from collections.abc import Iterable, Iterator, ValuesView
 from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
@@ -150,6 +150,7 @@ class Worker:
     form: str = ""
     rounds: bool = False
     width: Width | None = None
+    told: SnapshotRef | None = None
 
     def can_check(self, form: str = "") -> bool:
         """Whether its engine can check rollouts that were drawn with weights in this form."""
@@ -158,6 +159,11 @@ class Worker:
     @property
     def is_own(self) -> bool:
         return not self.ticket
+
+    @property
+    def receives(self) -> SnapshotRef | None:
+        """The snapshot that it was told of last, while it has not installed it, nor refused to."""
+        return None if self.refused or self.told == self.installed else self.told
 
     @property
     def detached(self) -> bool:
@@ -236,6 +242,12 @@ class Fleet:
         if is_new:
             self.file(worker)
         return is_new
+
+    def tell(self, worker_ids: Iterable[str], ref: SnapshotRef) -> None:
+        """Record that these workers hear of a snapshot, which they are to fetch."""
+        for worker_id in worker_ids:
+            if (worker := self._workers.get(worker_id)) is not None:
+                worker.told = ref
 
     def load(self, worker: Worker, num_samples: int, now: float) -> None:
         worker.samples = num_samples
