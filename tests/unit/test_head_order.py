@@ -290,6 +290,7 @@ def test_a_worker_whose_groups_others_sample_sooner_rests_and_the_status_says_wh
     assert desk.planner.fleet.rests.get("b") == desk.now + rest.seconds
     (said,) = [wait.reason for wait in desk.planner.waits(desk.now) if wait.waiter == "b"]
     assert said.startswith("it is too slow: others began its last 2 groups later and had them sooner, and come first")
+    assert said.endswith(" s. It costs $0.5 an hour until you stop it")
 
 
 def test_a_worker_that_was_too_slow_gets_one_group_and_nobody_waits_for_it() -> None:
