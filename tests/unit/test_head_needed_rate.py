@@ -27,11 +27,12 @@ def test_a_rate_that_gains_nothing_is_not_asked_for(
     longer with it.
     """
     demand = Demand(32, 8, 1, staleness, 30.0, broadcast_seconds)
-    kind, most = WorkerKind(rate, 1, groups, spread), mu_target(demand)
-    found = standby._least_rate(demand, kind, most)
-    counts = [round(found / rate), max(round(found / rate), math.ceil(most / rate))]
+    kind, most = WorkerKind(rate, 1, groups, spread), math.ceil(mu_target(demand) / rate)
+    found = standby._fewest(demand, kind, most)
+    counts = [found, max(found, most)]
     idle = [forecast(demand, [replace(kind, count=count)], standby.STEPS).steady_idle_ratio for count in counts]
-    assert 32 * 8 / 30.0 * 0.999 <= found <= max(most, 32 * 8 / 30.0) + rate
+    least = math.ceil(32 * 8 / 30.0 / rate)
+    assert least <= found <= max(most, least)
     assert idle[0] <= idle[1] + standby.LITTLE_MORE + 1e-9
 
 
@@ -39,5 +40,5 @@ def test_where_the_window_is_narrow_more_machines_than_keep_up_gain_nothing() ->
     """Of `make bench-wrong_settings`: 13.1 rollouts/s by the formula, and the learner waits for the last group."""
     narrow, wide = (Demand(32, 8, 1, staleness, 30.0, 6.5, rollout_seconds=32.0) for staleness in (2, 4))
     assert mu_target(narrow) > 13.0
-    assert standby._least_rate(narrow, WorkerKind(1.0, 1, 4, 0.1), mu_target(narrow)) == 9.0
-    assert standby._least_rate(wide, WorkerKind(1.0, 1, 4, 0.1), mu_target(wide)) == 9.0
+    kind = WorkerKind(1.0, 1, 4, 0.1)
+    assert [standby._fewest(demand, kind, math.ceil(mu_target(demand))) for demand in (narrow, wide)] == [9, 9]

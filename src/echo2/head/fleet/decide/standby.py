@@ -124,37 +124,44 @@ def needed_rate(state: PlannerState) -> float | None:
     plain = demand.rollouts_per_step / demand.train_seconds
     if target > MOST_FACTOR * plain:
         return math.inf
-    rated = [worker for worker in state.fleet.active() if worker.speed.rate > 0]
-    if not rated:
+    if (kind := _typical_worker(state)) is None:
         return target
-    rate, groups = (
-        statistics.median(one.speed.rate for one in rated),
-        statistics.median_low(map(state.fleet.at_once, rated)),
-    )
-    spread = statistics.median(map(_spread, rated))
-    # Rounded, so that it is not computed again after each batch.
-    kind = WorkerKind(float(f"{rate:.2g}"), 1, groups, round(spread, 1))
     demand = replace(
         demand,
-        train_seconds=float(f"{demand.train_seconds:.2g}"),
-        broadcast_seconds=float(f"{demand.broadcast_seconds:.2g}"),
+        train_seconds=_rounded(demand.train_seconds),
+        broadcast_seconds=_rounded(demand.broadcast_seconds),
         rollout_seconds=0.0,
     )
-    return min(target, GAMMA * _least_rate(demand, kind, target))
+    return min(target, GAMMA * kind.rate * _fewest(demand, kind, math.ceil(target / kind.rate)))
+
+
+def _typical_worker(state: PlannerState) -> WorkerKind | None:
+    """Return the median worker of those whose rate is measured; None: there are none."""
+    rated = [worker for worker in state.fleet.active() if worker.speed.rate > 0]
+    if not rated:
+        return None
+    rate = _rounded(statistics.median(worker.speed.rate for worker in rated))
+    groups = statistics.median_low(map(state.fleet.at_once, rated))
+    return WorkerKind(rate, 1, groups, round(statistics.median(map(_spread, rated)), 1))
+
+
+def _rounded(value: float) -> float:
+    """Return two digits of a value, so that what is computed from it is not computed again after each batch."""
+    return float(f"{value:.2g}")
 
 
 @lru_cache(maxsize=64)
-def _least_rate(demand: Demand, kind: WorkerKind, most: float) -> float:
-    """Return the rate of the fewest such workers with which the learner hardly waits longer than with the rate `most`:
-    the formula takes rollouts for a fluid, and where the staleness bound is narrow it asks for a rate that gains
-    nothing, for the learner then waits for the last group and not for more of them.
+def _fewest(demand: Demand, kind: WorkerKind, most: int) -> int:
+    """Return the fewest such workers with which the learner hardly waits longer than with `most`: the formula takes
+    rollouts for a fluid, and where the staleness bound is narrow it asks for a rate that gains nothing, for the learner
+    then waits for the last group and not for more of them.
     """
 
     def idle_ratio(count: int) -> float:
         return forecast(demand, [replace(kind, count=count)], STEPS).steady_idle_ratio
 
     few = max(1, math.ceil(demand.rollouts_per_step / demand.train_seconds / kind.rate))
-    many = max(few, math.ceil(most / kind.rate))
+    many = max(few, most)
     allowed = idle_ratio(many) + LITTLE_MORE
     while few < many:
         middle = (few + many) // 2
@@ -162,7 +169,7 @@ def _least_rate(demand: Demand, kind: WorkerKind, most: float) -> float:
             many = middle
         else:
             few = middle + 1
-    return many * kind.rate
+    return many
 
 
 def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
