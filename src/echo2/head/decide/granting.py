@@ -46,9 +46,9 @@ LEASES_KNOWN = 8
 #: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
 #: group in seven twice at 1.5, and stragglers cost more time at 3.
 LATE_AFTER = 2.0
-#: Leases on a group beside which a worker with work gets no further one: in most runs two in a row are late by chance,
-#: and hardly ever three.
-LEASES_MOST = 2
+#: Leases on a group, beside which only a worker without work gets one more: in most runs two in a row are late by
+#: chance, and hardly ever three.
+LEASES_MOST = 3
 #: Steps from the next one on whose groups may have second leases: this is looked through at every event.
 LATE_STEPS_MAX = 8
 #: While a snapshot travels, its steps are shared, but no longer than this multiple of the usual time of a broadcast: a
@@ -350,7 +350,7 @@ def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | Non
     ticket; preferably the owner's, and with a newer snapshot. The last two may both be slow; with more leases than that
     the answer is long, and the next one only goes to a worker without work.
     """
-    late, is_long = state.fleet.get(holder), len(state.leases.of_group(lease.group)) > LEASES_MOST
+    late, is_long = state.fleet.get(holder), len(state.leases.of_group(lease.group)) >= LEASES_MOST
     ticket = "" if late is None else late.ticket
     kinds = [kind for kind in state.fleet.rankings(0) if state.snapshots.has(kind[0])]
     for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
