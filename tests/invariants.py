@@ -142,7 +142,7 @@ def check_fleet(fleet: Fleet) -> None:
         len(here),
         sum(map(fleet.is_resting, here)),
         len(free),
-        sum(map(fleet.at_once, here)),
+        sum(map(fleet.share, here)),
     )
     kept = (fleet.num_attending, fleet.num_active, fleet.num_resting, fleet.num_free, fleet.active_groups)
     if counts != kept:

@@ -11,7 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
-from echo2.head.fleet.decide.activation import ActivationLoop, Candidate, Selection, choose, num_short, reaches
+from echo2.head.fleet.decide.activation import (
+    SURPLUS_SECONDS,
+    ActivationLoop,
+    Candidate,
+    Selection,
+    choose,
+    num_short,
+    reaches,
+)
 from greedy_choice import choose_greedy
 from seeds import examples
 
@@ -227,6 +235,27 @@ def test_a_deficit_must_last_and_a_surplus_longer() -> None:
     fleet.run(900.0, 2.0)
     assert len(fleet.active) == 3  # while what stays is 15 % over the need
     assert [len(release) for _, _, release in fleet.changes if release] == [2, 1, 1]  # at most half of what is over
+
+
+def test_a_deficit_that_is_no_noise_lasts_the_less_the_larger_it_is() -> None:
+    for needed, seconds in ((6.5, 20.0), (10.0, 10.0)):
+        fleet = Fleet([1.0] * 12, [1.0] * 12)
+        fleet.run(5.0, 4.0)
+        before = len(fleet.active)
+        fleet.run(5.0, needed)
+        assert len(fleet.active) == before, "one look may be wrong"
+        fleet.run(seconds, needed)
+        assert fleet.rate >= needed
+
+
+def test_who_can_be_returned_is_released_first_for_the_others_cost_as_much_on_standby() -> None:
+    loop = ActivationLoop()
+    workers = [Candidate(f"own{at}", 1.0, 2.0, True) for at in range(4)]
+    workers += [Candidate(f"rented{at}", 1.0, 1.0, True, is_rented=True) for at in range(4)]
+    loop.update(0.0, 3.0, workers)
+    released = loop.update(SURPLUS_SECONDS, 3.0, workers).release
+    assert released
+    assert all(name.startswith("rented") for name in released)
 
 
 def test_a_short_dip_changes_nothing() -> None:

@@ -117,7 +117,8 @@ def test_an_event_costs_no_more_in_a_large_step_that_a_free_worker_could_help_wi
 
 
 def test_the_longest_held_group_is_the_one_whose_newest_lease_is_the_oldest() -> None:
-    table, draw, leases = LeaseTable(), random.Random(1), dict[int, Lease]()
+    """Of known workers and of new ones, which are known once they have brought a result."""
+    table, draw, leases, new = LeaseTable(), random.Random(1), dict[int, Lease](), set[int]()
     for _ in range(2000):
         if leases and draw.random() < 0.45:
             lease_id = draw.choice(list(leases))
@@ -126,12 +127,19 @@ def test_the_longest_held_group_is_the_one_whose_newest_lease_is_the_oldest() ->
             group = GroupRef(RUN_POLICY, "train" if draw.random() < 0.9 else "eval", draw.randrange(40))
             granted_at = float(table.next_id)
             lease = Lease(table.take_id(), group, group.number % 3, 0, 8, 0, None, granted_at + 9.0, 9.0, 1)
-            table.add(f"w{draw.randrange(9)}", lease)
+            worker_id = f"w{draw.randrange(9)}"
+            table.add(worker_id, lease, standing="new" if (is_new := draw.random() < 0.3) else "known")
             leases[lease.lease_id] = lease
+            new |= {lease.lease_id} if is_new else set()
+        if draw.random() < 0.1:
+            table.prove(proven := f"w{draw.randrange(9)}")
+            new -= set(table.of_worker(proven))
         for step in range(3):
             newest: dict[int, int] = {}
             for lease_id, lease in leases.items():
                 if lease.step == step and lease.group.kind == "train":
                     newest[lease.group.number] = max(lease_id, newest.get(lease.group.number, 0))
-            held = table.longest_held(step)
-            assert (held[1].lease_id if held else None) == min(newest.values(), default=None)
+            for standing in ("known", "new"):
+                held = [lease.lease_id for one, _, lease in table.longest_held(step) if one == standing]
+                of_these = [lease_id for lease_id in newest.values() if (lease_id in new) == (standing == "new")]
+                assert held == sorted(of_these)[:1]

@@ -14,9 +14,8 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import granting
 from echo2.head.decide.granting import LATE_AFTER, LEASES_KNOWN
-from echo2.head.decide.groups import LeaseTable
 from echo2.head.decide.state import PlannerOptions
-from echo2.head.fleet.decide.fleet import LATE_REST_SECONDS, Fleet, Worker
+from echo2.head.fleet.decide.fleet import LATE_REST, Fleet, Worker
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
 from planner_cases import OPTIONS, Desk, of, running
@@ -285,11 +284,13 @@ def test_a_worker_whose_groups_others_sample_sooner_rests_and_the_status_says_wh
     desk.deliver(seconds[0].lease_id)
     assert desk.planner.fleet.rests.get("b") is None, "one may be bad luck"
     (rest,) = of(do.RestWorker, desk.deliver(seconds[1].lease_id))
-    assert (rest.worker_id, rest.seconds) == ("b", LATE_REST_SECONDS.after(1))
+    usual = desk.planner.measurements.lease_seconds
+    assert (rest.worker_id, rest.seconds) == ("b", pytest.approx(usual * LATE_REST.after(1)))
     assert rest.reason == "others were done sooner with 2 groups of its in a row"
-    assert desk.planner.fleet.rests.get("b") == desk.now + LATE_REST_SECONDS.after(1)
+    assert desk.planner.fleet.rests.get("b") == desk.now + rest.seconds
     (said,) = [wait.reason for wait in desk.planner.waits(desk.now) if wait.waiter == "b"]
-    assert said == "it is too slow: others began its last 2 groups later and had them sooner, and come first for 60 s"
+    assert said.startswith("it is too slow: others began its last 2 groups later and had them sooner, and come first")
+    assert said.endswith(" s. It costs $0.5 an hour until you stop it")
 
 
 def test_a_worker_that_was_too_slow_gets_one_group_and_nobody_waits_for_it() -> None:
@@ -297,19 +298,105 @@ def test_a_worker_that_was_too_slow_gets_one_group_and_nobody_waits_for_it() -> 
     for name in "ab":
         fleet.join(Worker(name, 6, 0.0, None, 0.0), 0.0)
     slow = next(iter(fleet))
-    assert not any(fleet.came_late(slow, 1.0) for _ in range(2))
+    assert not any(fleet.came_late(slow, 1.0, 1.0) for _ in range(2))
     assert (fleet.room(slow, 0), fleet.is_on_trial(slow)) == (6, False)
-    assert fleet.came_late(slow, 1.0) == LATE_REST_SECONDS.after(1)
+    assert fleet.came_late(slow, 1.0, 1.0) == LATE_REST.after(1)
     assert (fleet.room(slow, 0), fleet.room(slow, 1), fleet.is_on_trial(slow)) == (2, 2, True)
-    table, desk = LeaseTable(), with_usual_leases(SECOND)
-    (first, second), step = [desk.leases[lease_id][1] for lease_id in desk.open()[:2]], desk.planner.training.version
-    table.add("b", replace(first, step=step))
-    table.add("a", replace(second, step=step), is_late_at_once=True)
-    assert table.longest_held(step) == ("a", replace(second, step=step))
-    table.close(second.lease_id)
-    assert table.longest_held(step) == ("b", replace(first, step=step))
     fleet.deliver(slow, 2, True, 2.0)
     assert (fleet.room(slow, 0), fleet.is_on_trial(slow)) == (6, False)
+
+
+def test_a_slow_worker_is_judged_by_a_group_that_another_begins_in_the_same_instant() -> None:
+    """It would get one group after the other otherwise, and another worker would sample each of them, too."""
+    desk, _ = late_at_b()
+    for lease in [lease for grant in of(do.GrantLeases, desk.tell(ev.Tick())) for lease in grant.leases]:
+        commands = desk.deliver(lease.lease_id)
+    (rest,) = of(do.RestWorker, commands)
+    desk.now += rest.seconds + 0.1
+    desk.tell(ev.StepTrained(0, tuple(record.number for record in desk.planner.groups.of_step(0))))
+    desk.publish(1)
+    for worker_id in "cde":
+        desk.join(worker_id)
+    for worker_id in "bacde":
+        desk.tell(ev.WorkerReported(worker_id, desk.planner.snapshots.published[1]))
+    mine = desk.planner.leases.of_worker("b")
+    desk.tell(ev.Tick())
+    (tried,) = [desk.leases[lease_id][1] for lease_id in mine]
+    (again,) = [one for one in desk.open() if desk.leases[one][1].group == tried.group and one not in mine]
+    assert desk.leases[again][1].granted_at == tried.granted_at, "nobody waits for it"
+    (longer,) = of(do.RestWorker, desk.deliver(again, 1))
+    assert (longer.worker_id, longer.seconds > 1.5 * rest.seconds) == ("b", True)
+
+
+def test_a_rest_is_as_long_as_a_few_groups_take() -> None:
+    """Where groups take a twentieth of a second, a minute would be a thousand steps."""
+    for usual in (0.05, 30.0):
+        fleet = Fleet(2.0)
+        for name in "ab":
+            fleet.join(Worker(name, 1, 0.0, None, 0.0), 0.0)
+        rests = []
+        for _ in range(12):
+            rests.append(fleet.came_late(next(iter(fleet)), usual, 0.0))
+            fleet.end_rests(1e9)
+        assert rests == pytest.approx([usual * min(2.0 ** (count + 1), 128.0) for count in range(12)])
+
+
+def test_who_rests_leaves_its_share_of_a_step_to_others() -> None:
+    fleet = Fleet(2.0)
+    for name in "ab":
+        fleet.join(Worker(name, 3, 0.0, None, 0.0), 0.0)
+    assert fleet.active_groups == 6
+    slow = next(iter(fleet))
+    assert [bool(fleet.came_late(slow, 1.0, 0.0)) for _ in range(3)] == [False, False, True]
+    assert fleet.active_groups == 3
+    fleet.end_rests(10.0)
+    assert fleet.active_groups == 4, "it gets one group"
+    fleet.deliver(slow, 1, True, 10.0)
+    fleet.file(slow)
+    assert fleet.active_groups == 6
+
+
+def test_a_new_worker_is_late_as_soon_as_others_usually_have_brought_something() -> None:
+    """Of two groups at once one should be there after the usual time; a stranger, which may come again under another
+    name, is waited for like all others.
+    """
+    for is_stranger in (False, True):
+        desk = with_usual_leases(replace(SECOND, max_staleness=1, groups_per_step=8))
+        usual = desk.planner.measurements.lease_seconds
+        for worker in desk.planner.fleet:
+            worker.is_proven = worker.worker_id == "a"
+            if worker.worker_id == "b" and is_stranger:
+                worker.ticket = "t"
+            standing = desk.planner.fleet.standing(worker)
+            assert standing == ("new" if worker.worker_id == "b" and not is_stranger else "known")
+    desk.now = 1.1
+    for standing, late_at in (("known", 1.0 + LATE_AFTER * usual), ("new", 1.0 + 1.5 * usual), ("slow", 1.0)):
+        lease = replace(desk.leases[desk.open()[0]][1], deadline=1001.0, seconds=1000.0)
+        desk.planner.now = desk.now
+        assert granting._late_at(desk.planner, standing, "b", lease) == pytest.approx(late_at), standing
+
+
+def test_a_third_lease_goes_to_a_busy_worker_too_and_a_fourth_only_to_one_without_work() -> None:
+    """Both of the first two may have been unlucky; with three, the answer is long."""
+    desk = Desk(replace(SECOND, groups_per_step=1, max_steps=1))
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    desk.publish(0)
+    for name in "abcde":
+        desk.join(name)
+    lease, state = desk.leases[desk.open()[0]][1], desk.planner
+    record, holder, counts = state.groups.get(lease.group.number), desk.leases[lease.lease_id][0], list[int]()
+    assert record is not None
+    for worker in state.fleet:
+        state.fleet.load(worker, SECOND.group_size * (1 + (worker.worker_id == holder)), desk.now)
+    while (worker := granting._free_worker(state, lease, holder)) is not None:
+        counts.append(len(state.leases.of_group(lease.group)))
+        state.open_lease(worker.worker_id, granting.lease_of(state, record, desk.now, 9.0, 2))
+        state.fleet.load(worker, 2 * SECOND.group_size, desk.now)
+    assert counts == [1, 2], "with two leases one more, with three none"
+    desk.join("f")
+    free = granting._free_worker(state, lease, holder)
+    assert free is not None
+    assert free.worker_id == "f"
 
 
 def test_slow_machines_hardly_hold_a_run_up() -> None:
@@ -347,7 +434,7 @@ def test_at_least_one_worker_samples_and_a_slow_one_is_tried_less_and_less(
         assert worker is not None
         before = fleet.rests.get(name)
         if event == "late":
-            fleet.came_late(worker, now)
+            fleet.came_late(worker, 30.0, now)
         elif event == "delivered":
             fleet.deliver(worker, 1, True, now)
             began[name] = []
@@ -359,7 +446,7 @@ def test_at_least_one_worker_samples_and_a_slow_one_is_tried_less_and_less(
         if event == "late" and before is None and until is not None:
             began.setdefault(name, []).append(until - now)
     for rests in began.values():
-        assert rests == pytest.approx([LATE_REST_SECONDS.after(count) for count in range(1, len(rests) + 1)])
+        assert rests == pytest.approx([30.0 * LATE_REST.after(count) for count in range(1, len(rests) + 1)])
 
 
 def test_deterministic_batches_get_no_second_lease() -> None:

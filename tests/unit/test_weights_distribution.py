@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ class Fleet:
     def _spawn(self, telling: Coroutine[Any, Any, None]) -> None:
         self.telling.append(asyncio.ensure_future(telling))
 
-    async def publish(self, version: int, as_delta: bool = True) -> None:
-        """As the head does: list it, and announce it."""
+    async def publish(self, version: int, as_delta: bool = True, told: Iterable[str] | None = None) -> None:
+        """As the head does: list it, and announce it. `told`: the workers that hear of it; None: all."""
         now = content(version)
         manifest, chunks = (
             encode_delta(content(version - 1), now) if as_delta else encode(now.ref, now.tensors, now.files)
@@ -83,7 +83,7 @@ class Fleet:
         for name in self.archive.offer(manifest.hashes):
             await self.archive.put(name, bytes(chunks[name]))
         await self.archive.take(manifest)
-        self.distribution.announce(now.ref, list(self.workers))
+        self.distribution.announce(now.ref, list(self.workers if told is None else told))
         while not all(each.done() for each in self.telling):
             await asyncio.gather(*self.telling)
 
@@ -266,11 +266,36 @@ def test_a_version_that_is_overtaken_while_it_waits_is_not_added_up(tmp_path: Pa
         fleet = Fleet(tmp_path, worker=None)
         for version in range(5):
             await fleet.publish(version, as_delta=version > 0)
+        fleet.origin._progress.clear()  # it has not heard of the newest yet
         overtaken, newest = PayloadId(ref(3), ref(0)), PayloadId(ref(4), ref(0))
         for payload in (overtaken, newest):
-            await fleet.distribution._announce_merged(payload, [])
+            await fleet.distribution._announce_merged(payload, ["worker"])
         assert not fleet.archive.is_joined(overtaken)
         assert fleet.archive.is_joined(newest)
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("wave", [1, 256])
+def test_who_was_to_hear_of_a_version_hears_of_it_although_others_hear_of_a_newer_one_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wave: int
+) -> None:
+    """The planner tells it of no newer one before it has this one (`workers.announce_published`): it would wait for
+    ever, for its wave or until its deltas are added up.
+    """
+    monkeypatch.setattr(distribution, "WAVE_WORKERS", wave)
+    monkeypatch.setattr(distribution, "WAVE_SECONDS", 0.0)
+
+    async def story() -> None:
+        fleet = Fleet(tmp_path, quick=ref(2), slow=ref(0))
+        for version in range(3):
+            await fleet.publish(version, as_delta=version > 0, told=())
+        fleet.distribution.announce(ref(2), ["quick", "slow"])
+        assert not fleet.notices["slow"]
+        await fleet.publish(3, told=["quick"])
+        assert fleet.notices["slow"] == [PayloadId(ref(2), ref(0))]
+        assert fleet.notices["quick"][-1].ref == ref(3)
         await fleet.distribution.close()
 
     asyncio.run(story())

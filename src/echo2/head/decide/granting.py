@@ -34,7 +34,7 @@ from echo2.core.decide.seeds import group_seed
 from echo2.core.types import GroupRef, Lease, SnapshotRef, Wait
 from echo2.head.decide import commands as do
 from echo2.head.decide import pacing, results
-from echo2.head.decide.groups import PlannedGroup
+from echo2.head.decide.groups import PlannedGroup, Standing
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import LOOK_AHEAD, UNKNOWN, Kind, Worker
 from echo2.head.strangers.decide import strangers
@@ -46,6 +46,9 @@ LEASES_KNOWN = 8
 #: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
 #: group in seven twice at 1.5, and stragglers cost more time at 3.
 LATE_AFTER = 2.0
+#: Leases on a group, beside which only a worker without work gets one more: in most runs two in a row are late by
+#: chance, and hardly ever three.
+LEASES_MOST = 3
 #: Steps from the next one on whose groups may have second leases: this is looked through at every event.
 LATE_STEPS_MAX = 8
 #: While a snapshot travels, its steps are shared, but no longer than this multiple of the usual time of a broadcast: a
@@ -289,7 +292,7 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
     goes to a group without a lease.
     """
     for step in _open_steps(state):
-        while (late := _latest(state, step)) is not None and is_late(state, late, now):
+        while (late := _latest(state, step)) is not None and late[0] <= now:
             _, late_lease, holder = late
             worker, record = _free_worker(state, late_lease, holder), state.groups.get(late_lease.group.number)
             if worker is None or record is None:
@@ -300,12 +303,6 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
             reason = f"group {record.number} is late at {holder}: the first result counts"
             state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,), is_second=True)
             state.settle(now)
-
-
-def is_late(state: PlannerState, late: tuple[float, Lease, str], now: float) -> bool:
-    """Whether a second lease on this group is due: in the instant in which it was leased only to a worker on trial."""
-    lease = late[1]
-    return late[0] <= now and (lease.granted_at < now or state.leases.held_since(lease) < lease.granted_at)
 
 
 def next_at(state: PlannerState) -> float | None:
@@ -330,19 +327,30 @@ def _latest(state: PlannerState, step: int) -> tuple[float, Lease, str] | None:
     """Return when the newest lease on a missing group becomes late, of the group whose is the first: (time, lease,
     worker).
     """
-    if (held := state.leases.longest_held(step)) is None:
-        return None
-    usual = state.measurements.lease_seconds
-    after = LATE_AFTER * usual if state.measurements.num_leases >= LEASES_KNOWN else state.options.lease_seconds
-    worker_id, lease = held
-    return max(lease.granted_at, state.leases.held_since(lease) + after), lease, worker_id
+    held = state.leases.longest_held(step)
+    dues = ((_late_at(state, standing, worker_id, lease), lease, worker_id) for standing, worker_id, lease in held)
+    return min(dues, key=lambda due: (due[0], due[1].lease_id), default=None)
+
+
+def _late_at(state: PlannerState, standing: Standing, worker_id: str, lease: Lease) -> float:
+    """Return when a lease is late: of a slow worker at once, of others after the instant in which it was granted. That
+    a new worker has brought nothing yet says more if it samples more groups.
+    """
+    if standing == "slow":
+        return min(lease.granted_at, state.now)
+    worker, seconds = state.fleet.get(worker_id), state.options.lease_seconds
+    if state.measurements.num_leases >= LEASES_KNOWN:
+        times = 1 + 1 / state.fleet.at_once(worker) if standing == "new" and worker is not None else LATE_AFTER
+        seconds = times * state.measurements.lease_seconds
+    return lease.granted_at + max(seconds, math.ulp(lease.granted_at))
 
 
 def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | None:
     """Return a worker with a free slot that may sample this late group, other than the late worker and those of its
-    ticket; preferably the owner's, and with a newer snapshot. A third lease only goes to a worker without work.
+    ticket; preferably the owner's, and with a newer snapshot. The last two may both be slow; with more leases than that
+    the answer is long, and the next one only goes to a worker without work.
     """
-    late, is_third = state.fleet.get(holder), len(state.leases.of_group(lease.group)) > 1
+    late, is_long = state.fleet.get(holder), len(state.leases.of_group(lease.group)) >= LEASES_MOST
     ticket = "" if late is None else late.ticket
     kinds = [kind for kind in state.fleet.rankings(0) if state.snapshots.has(kind[0])]
     for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
@@ -353,7 +361,7 @@ def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | Non
         if state.fleet.is_on_trial(worker):
             continue
         may = strangers.has_credit(state, worker) and strangers.may_supply(state, worker, lease.step)
-        if may and last_step(state, worker.installed) >= lease.step and not (is_third and worker.samples):
+        if may and last_step(state, worker.installed) >= lease.step and not (is_long and worker.samples):
             return worker
     return None
 

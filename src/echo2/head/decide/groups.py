@@ -19,6 +19,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.errors import InvariantError
@@ -345,13 +346,18 @@ def _add(counts: dict[str, int], key: str, count: int) -> None:
         del counts[key]
 
 
+#: What is known of a worker when it gets a lease: that it is of use; nothing, for it has brought no result yet; that it
+#: was too slow before.
+Standing = Literal["known", "new", "slow"]
+
+
 @dataclass(slots=True)
 class LeaseTable:
     """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
     `next_id`: no lease has had this id or a later one; `first_id`: the first lease of this head, which may not know
     earlier ones. `installed_at`: the newest weights that its worker had said it has when it got the lease; None if
-    there are none. `changed`: workers whose leases changed since `take_changed`. `_newest`: by step, the newest lease
-    on each train group, the first granted first.
+    there are none. `changed`: workers whose leases changed since `take_changed`. `_newest`: by step, and by what was
+    known of the worker, the newest lease on each train group, the first granted first.
     """
 
     next_id: int = 1
@@ -363,8 +369,8 @@ class LeaseTable:
     installed_at: dict[int, SnapshotRef | None] = field(default_factory=dict)
     deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
     changed: dict[str, None] = field(default_factory=dict)
-    _newest: dict[int, LazyHeap[int, float]] = field(default_factory=dict)
-    _late_at_once: set[int] = field(default_factory=set)
+    _newest: dict[int, dict[Standing, LazyHeap[int, float]]] = field(default_factory=dict)
+    _standings: dict[int, Standing] = field(default_factory=dict)
 
     def start_at(self, lease_id: int) -> None:
         """Number further leases from here on: an earlier head granted those before."""
@@ -381,9 +387,9 @@ class LeaseTable:
         return self.next_id - 1
 
     def add(
-        self, worker_id: str, lease: Lease, installed: SnapshotRef | None = None, is_late_at_once: bool = False
+        self, worker_id: str, lease: Lease, installed: SnapshotRef | None = None, standing: Standing = "known"
     ) -> None:
-        """Add a lease held by this worker, which has these weights. `is_late_at_once`: nobody shall wait for it.
+        """Add a lease held by this worker, which has these weights.
 
         Raises:
             InvariantError: the lease is granted already.
@@ -391,8 +397,7 @@ class LeaseTable:
         if lease.lease_id in self._open:
             raise InvariantError(f"lease {lease.lease_id} granted twice")
         self._open[lease.lease_id] = (worker_id, lease)
-        if is_late_at_once:
-            self._late_at_once.add(lease.lease_id)
+        self._standings[lease.lease_id] = standing
         self.installed_at[lease.lease_id] = installed
         self._index(lease, is_newest=False)
         self._by_group.setdefault(lease.group, {})[lease.lease_id] = None
@@ -415,9 +420,9 @@ class LeaseTable:
         self.changed[worker_id] = None
         self.deadlines.drop(lease_id)
         del self.installed_at[lease_id]
-        self._late_at_once.discard(lease_id)
         self._samples[worker_id] -= lease.num_samples
         self._index(lease, is_newest=False)
+        del self._standings[lease_id]
         del self._by_group[lease.group][lease_id]
         if not self._by_group[lease.group]:
             del self._by_group[lease.group]
@@ -432,23 +437,33 @@ class LeaseTable:
         held = self._by_group.get(lease.group)
         if not held or lease.group.kind != "train":
             return
-        newest, heap = max(held), self._newest.setdefault(lease.step, LazyHeap())
+        newest, heaps = max(held), self._newest.setdefault(lease.step, {})
+        standing = self._standings[newest]
         if is_newest:
-            heap.set(newest, self.held_since(self._open[newest][1]))
+            heaps.setdefault(standing, LazyHeap()).set(newest, self._open[newest][1].granted_at)
             return
-        heap.drop(newest)
-        if not heap:
+        heaps[standing].drop(newest)
+        if not heaps[standing]:
+            del heaps[standing]
+        if not heaps:
             del self._newest[lease.step]
 
-    def held_since(self, lease: Lease) -> float:
-        """Since when the lease has been held; -inf if it is late at once."""
-        return -math.inf if lease.lease_id in self._late_at_once else lease.granted_at
+    def prove(self, worker_id: str) -> None:
+        """The worker brought its first result: it is new no more."""
+        for lease_id in self._by_worker.get(worker_id, ()):
+            if self._standings[lease_id] == "new":
+                lease = self._open[lease_id][1]
+                self._index(lease, is_newest=False)
+                self._standings[lease_id] = "known"
+                self._index(lease, is_newest=True)
 
-    def longest_held(self, step: int) -> tuple[str, Lease] | None:
-        """Return the worker and the lease of the train group of this step whose newest lease was granted first."""
-        heap = self._newest.get(step)
-        lease_id = None if heap is None else heap.first_key()
-        return None if lease_id is None else self._open[lease_id]
+    def longest_held(self, step: int) -> list[tuple[Standing, str, Lease]]:
+        """Return, by what was known of the worker, the worker and the lease of the train group of this step whose
+        newest lease was granted first.
+        """
+        heaps = self._newest.get(step, {}).items()
+        firsts = ((standing, heap.first_key()) for standing, heap in heaps)
+        return [(standing, *self._open[lease_id]) for standing, lease_id in firsts if lease_id is not None]
 
     def of_group(self, group: GroupRef) -> tuple[int, ...]:
         return tuple(self._by_group.get(group, ()))

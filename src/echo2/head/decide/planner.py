@@ -289,7 +289,7 @@ class Planner(PlannerState):
             self._start_eval(ref, now)
         if ref == self.snapshots.newest_retained():
             reason = f"version {ref.version} is published"
-            workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.active()))
+            workers.announce_published(self, reason, now)
         self._drop_snapshots()
 
     def _drop_snapshots(self) -> None:

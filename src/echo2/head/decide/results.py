@@ -165,6 +165,8 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.measurements.lease_done(strangers.held_seconds(state, lease))
     state.penalties.succeed(event.worker_id, state.newest_had(event.worker_id, event.newest_version))
     if worker is not None:
+        if not worker.is_proven:
+            state.leases.prove(worker.worker_id)
         seconds = state.fleet.deliver(worker, event.num_samples, not state.options.deterministic, now)
         state.measurements.batch_done(seconds)
     record = state.groups.get(event.group.number) if event.group.kind == "train" else None
@@ -194,10 +196,10 @@ def overtaken(state: PlannerState, lease: Lease, is_own: bool, now: float) -> No
     stranger's result, which may be false, says nothing about the owner's machines.
     """
     for lease_id in state.leases.of_group(lease.group):
-        worker_id, other = state.leases.get(lease_id) or ("", lease)
+        worker_id, _ = state.leases.get(lease_id) or ("", lease)
         worker = state.fleet.get(worker_id)
-        if worker is not None and other.granted_at < lease.granted_at and (is_own or not worker.is_own):
-            seconds = state.fleet.came_late(worker, now)
+        if worker is not None and lease_id < lease.lease_id and (is_own or not worker.is_own):
+            seconds = state.fleet.came_late(worker, state.measurements.lease_seconds, now)
             reason = f"others were done sooner with {counted(worker.late_in_a_row, 'group')} of its in a row"
             state.tell_rest(worker_id, seconds, reason)
 

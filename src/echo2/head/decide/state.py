@@ -117,14 +117,16 @@ class RunHealth:
 
 class Snapshots:
     """`published`: the versions of the surviving history that a worker may have installed; `retained`: those that the
-    origin still stores; `published_at`: when the newest was published, in seconds. Verbs return what the origin may
-    delete.
+    origin still stores; `published_at`: when the newest was published, in seconds. `held`: one that is stored until the
+    workers that receive it have it, since `held_since`. Verbs return what the origin may delete.
     """
 
     def __init__(self) -> None:
         self.published: dict[int, SnapshotRef] = {}
         self.retained: dict[int, SnapshotRef] = {}
         self.published_at = 0.0
+        self.held: SnapshotRef | None = None
+        self.held_since = 0.0
 
     def restore(self, refs: Iterable[SnapshotRef], version: int) -> list[SnapshotRef]:
         """Add what an earlier head left. What does not belong to the history up to `version` is returned."""
@@ -140,7 +142,13 @@ class Snapshots:
         self.published_at = now
         return is_again
 
+    def hold(self, ref: SnapshotRef | None, now: float) -> None:
+        """Store this snapshot for workers that still receive it; None: there are no such workers."""
+        if ref != self.held:
+            self.held, self.held_since = ref, now
+
     def fall_back(self, version: int) -> list[SnapshotRef]:
+        self.held = None
         for later in [v for v in self.published if v > version]:
             del self.published[later]
         return [self.retained.pop(v) for v in sorted(self.retained) if v > version]
@@ -149,7 +157,8 @@ class Snapshots:
         """Drop what the origin need not store any longer: versions below `oldest`, but not the `needed` ones and the
         newest few. No worker has a version below `oldest_installed`.
         """
-        olds = [v for v in sorted(self.retained)[:-num_kept] if v < oldest and v not in needed]
+        held = None if self.held is None else self.held.version
+        olds = [v for v in sorted(self.retained)[:-num_kept] if v < oldest and v not in needed and v != held]
         dropped = [self.retained.pop(version) for version in olds]
         for version in [v for v in self.published if v < oldest_installed and v not in self.retained]:
             del self.published[version]
@@ -161,6 +170,11 @@ class Snapshots:
 
     def newest(self) -> SnapshotRef | None:
         return self.published[max(self.published)] if self.published else None
+
+    def before(self) -> SnapshotRef | None:
+        """The snapshot before the newest."""
+        versions = sorted(self.published)
+        return self.published[versions[-2]] if len(versions) > 1 else None
 
     def last_before(self, max_staleness: int) -> int:
         """The last step that the snapshots before the newest may sample for; -1: there is none."""
@@ -381,8 +395,8 @@ class PlannerState(StateMachine):
 
     def open_lease(self, worker_id: str, lease: Lease) -> None:
         worker = self.fleet.get(worker_id)
-        is_on_trial = worker is not None and self.fleet.is_on_trial(worker)
-        self.leases.add(worker_id, lease, self.newest_had(worker_id), is_on_trial)
+        standing = "known" if worker is None else self.fleet.standing(worker)
+        self.leases.add(worker_id, lease, self.newest_had(worker_id), standing)
         self.penalties.granted(worker_id)
         if worker is not None:
             self.fleet.take(worker, lease.lease_id, self.now)

@@ -148,7 +148,9 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
         seconds = max(0.0, until - state.now)
         if worker.late_in_a_row:
             why = f"others began its last {worker.late_in_a_row} groups later and had them sooner"
-            return "head", f"it is too slow: {why}, and come first for {seconds:.0f} s"
+            is_paid = worker.price_usd_per_hour > 0 and not worker.offer
+            cost = f". It costs ${worker.price_usd_per_hour:.4g} an hour until you stop it" if is_paid else ""
+            return "head", f"it is too slow: {why}, and come first for {seconds:.0f} s{cost}"
         return "head", f"its last lease brought no result, and others come first for {seconds:.0f} s"
     if unchecked := strangers.why_unchecked(state, worker):
         return "head", unchecked

@@ -58,6 +58,7 @@ class Distribution:
         self._identity, self._order, self._attending, self._spawn = identity, order, attending, spawn
         self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
+        self._latest: dict[str, SnapshotRef] = {}  # worker -> the stored snapshot that it was to hear of last
         archive.on_dropped, archive.on_stored = self._dropped, origin.stored
 
     def has_installed(self, worker_id: str, installed: SnapshotRef) -> None:
@@ -67,6 +68,7 @@ class Distribution:
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
         """Announce `ref` to these workers as the newest snapshot, in waves if they are many."""
         told = list(worker_ids)
+        self._latest.update(dict.fromkeys(told, ref))
         if len(told) > WAVE_WORKERS:
             told.sort(key=self._age_of)
             self._spawn(self._announce_later(ref, told[WAVE_WORKERS:]))
@@ -79,15 +81,16 @@ class Distribution:
         return (-1, -1) if installed is None else (installed.lineage, installed.version)
 
     async def _announce_later(self, ref: SnapshotRef, worker_ids: list[str]) -> None:
-        """Announce `ref` to the later waves, unless there is a newer one meanwhile. Workers that came back
-        meanwhile have heard of it."""
+        """Announce `ref` to the later waves. Workers that came back meanwhile have heard of it."""
         for start in range(0, len(worker_ids), WAVE_WORKERS):
             await asyncio.sleep(WAVE_SECONDS)
-            if not self._is_newest(ref):
-                return
-            known = self.origin.progress()
-            wave = worker_ids[start : start + WAVE_WORKERS]
-            self._announce(ref, [key for key in wave if key not in known or known[key].payload.ref != ref])
+            self._announce(ref, self._unheard(ref, worker_ids[start : start + WAVE_WORKERS]))
+
+    def _unheard(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> list[str]:
+        """Return those of these workers that still wait for notice of `ref`: they were to hear of no other since."""
+        known = self.origin.progress()
+        waiting = [key for key in worker_ids if self._latest.get(key) == ref]
+        return [key for key in waiting if key not in known or known[key].payload.ref != ref]
 
     def _announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
         """`merges`: workers that need several deltas hear of the snapshot once these are merged."""
@@ -108,14 +111,10 @@ class Distribution:
             self._tell(manifest, told)
 
     async def _announce_merged(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
-        """Merge the deltas, then announce the payload, unless a newer version was published meanwhile: that one has its
-        own announcement."""
-        await self.archive.merge(payload, lambda: self._is_newest(payload.ref))
-        if self._is_newest(payload.ref):
-            self._announce(payload.ref, worker_ids, merges=False)
-
-    def _is_newest(self, ref: SnapshotRef) -> bool:
-        return ref == max((known for known in self.archive.retained if known.policy == ref.policy), default=None)
+        """Merge the deltas, then announce the payload to those that still wait for it."""
+        told = list(worker_ids)
+        await self.archive.merge(payload, lambda: bool(self._unheard(payload.ref, told)))
+        self._announce(payload.ref, self._unheard(payload.ref, told), merges=False)
 
     def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
         order = wire.Order(snapshot=self._notice(manifest))
@@ -174,6 +173,7 @@ class Distribution:
         self._notices.pop(payload, None)
         if self.archive.find(payload.ref) is None:
             self._joins.pop(payload.ref, None)
+            self._latest = {key: ref for key, ref in self._latest.items() if ref != payload.ref}
         self.origin.dropped(payload)
 
     async def close(self) -> None:

@@ -26,7 +26,8 @@ MAX_NODES = 5000
 LOOKS = 4
 #: Nothing changes between the needed rate and this share above it.
 BAND = 0.15
-#: Seconds that a deficit and a surplus must last before the loop reacts. A lost worker is replaced at once.
+#: Seconds that a deficit and a surplus must last before the loop reacts. A lost worker is replaced at once. A deficit
+#: above BAND is no noise: the larger it is, the less time it must last.
 DEFICIT_SECONDS, SURPLUS_SECONDS = 30.0, 120.0
 #: A machine replaces another only if it is cheaper by this share, and a set another only if the whole bill is. After an
 #: exchange there is none for EXCHANGE_SECONDS.
@@ -46,12 +47,15 @@ RETRY_SECONDS = Backoff(15.0, 900.0)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A machine that is active or could be. `rate`: rewarded rollouts per second."""
+    """A machine that is active or could be. `rate`: rewarded rollouts per second. `is_rented`: by this run, which can
+    return it.
+    """
 
     worker_id: str
     rate: float
     price_usd_per_hour: float
     is_active: bool = False
+    is_rented: bool = False
 
     @property
     def usd_per_rollout(self) -> float:
@@ -275,7 +279,8 @@ class ActivationLoop:
         self._deficit_since = _since(self._deficit_since, deficit, now)
         self._surplus_since = _since(self._surplus_since, bool(spare), now)
         change = Change()
-        if deficit and (lost or not active or _lasts(self._deficit_since, now, DEFICIT_SECONDS)):
+        patience = DEFICIT_SECONDS * min(1.0, BAND / max(BAND, 1 - rate / needed_rate)) if deficit else 0.0
+        if deficit and (lost or not active or _lasts(self._deficit_since, now, patience)):
             change = self._add(rate, needed_rate, smooth)
         elif spare and _lasts(self._surplus_since, now, SURPLUS_SECONDS):
             self._surplus_since = now
@@ -307,9 +312,19 @@ class ActivationLoop:
         return aim(needed_rate) if one.worker_id in self._leaving else top
 
     def _spare(self, active: Sequence[Candidate], rate: float, needed_rate: float) -> list[Candidate]:
-        """Return active workers that could be released: those replaced by an exchange, then the dearest per rollout."""
+        """Return active workers that could be released: those replaced by an exchange, then rented ones, for the others
+        cost as much on standby, then the dearest per rollout.
+        """
         spare = [one for one in active if reaches(rate - one.rate, self._floor(one, needed_rate))]
-        spare.sort(key=lambda one: (one.worker_id not in self._leaving, -one.usd_per_rollout, one.rate, one.worker_id))
+        spare.sort(
+            key=lambda one: (
+                one.worker_id not in self._leaving,
+                not one.is_rented,
+                -one.usd_per_rollout,
+                one.rate,
+                one.worker_id,
+            )
+        )
         return spare
 
     def _some_of(self, spare: Sequence[Candidate], rate: float, needed_rate: float) -> tuple[str, ...]:

@@ -11,11 +11,12 @@ that a worker without work, or with little, does not look slow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, ValuesView
+from collections.abc import Iterable, Iterator, ValuesView
 from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.types import Backoff, SnapshotRef
+from echo2.head.decide.groups import Standing
 from echo2.head.fleet.decide.widths import Spreads, Width
 
 #: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
@@ -26,8 +27,9 @@ NEW_RATE = 0.5
 UNKNOWN = "unknown"
 #: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
 REST_SECONDS = Backoff(1.0, 60.0)
-#: Likewise, of a worker whose groups others sampled sooner although they began later.
-LATE_REST_SECONDS = Backoff(60.0, 3600.0)
+#: Likewise, as multiples of the usual time from lease to result, of a worker whose groups others sampled sooner
+#: although they began later: a try costs another worker one group.
+LATE_REST = Backoff(2.0, 128.0)
 #: Reports that the head takes from all workers together: the more there are, the less often each reports. A report
 #: takes a millisecond of the head; who works is heard by its results, whose machine is gone the kernel tells, and a
 #: group at a worker that hangs goes to another when it is late.
@@ -135,6 +137,7 @@ class Worker:
     detached_at: float | None = None
     failures_in_a_row: int = 0
     late_in_a_row: int = 0
+    is_proven: bool = False
     idle_since: float | None = None
     standby_since: float | None = None
     offer: str = ""
@@ -147,6 +150,7 @@ class Worker:
     form: str = ""
     rounds: bool = False
     width: Width | None = None
+    told: SnapshotRef | None = None
 
     def can_check(self, form: str = "") -> bool:
         """Whether its engine can check rollouts that were drawn with weights in this form."""
@@ -155,6 +159,11 @@ class Worker:
     @property
     def is_own(self) -> bool:
         return not self.ticket
+
+    @property
+    def receives(self) -> SnapshotRef | None:
+        """The snapshot that it was told of last, while it has not installed it, nor refused to."""
+        return None if self.refused or self.told == self.installed else self.told
 
     @property
     def detached(self) -> bool:
@@ -234,6 +243,12 @@ class Fleet:
             self.file(worker)
         return is_new
 
+    def tell(self, worker_ids: Iterable[str], ref: SnapshotRef) -> None:
+        """Record that these workers hear of a snapshot, which they are to fetch."""
+        for worker_id in worker_ids:
+            if (worker := self._workers.get(worker_id)) is not None:
+                worker.told = ref
+
     def load(self, worker: Worker, num_samples: int, now: float) -> None:
         worker.samples = num_samples
         self.file(worker)
@@ -250,6 +265,7 @@ class Fleet:
         `is_continuous`: slots are refilled one by one.
         """
         worker.failures_in_a_row, worker.late_in_a_row, worker.first_groups = 0, 0, None
+        worker.is_proven = True
         num_left = worker.samples if is_continuous else 0
         return worker.speed.deliver(num_samples, self.at_once(worker) * self.group_size, num_left, now)
 
@@ -285,22 +301,31 @@ class Fleet:
             self.silence.set(worker.worker_id, until)
         return until > now
 
-    def came_late(self, worker: Worker, now: float) -> float:
+    def came_late(self, worker: Worker, usual_seconds: float, now: float) -> float:
         """Record that a second lease on a group of this worker was quicker. A worker with as many such groups in a row
         as it decodes at once is too slow to be of use, and rests; then it gets one group, until it comes first with it.
-        Return as `rest`.
+        Return as `rest`. `usual_seconds`: from lease to result, of all workers.
         """
         worker.late_in_a_row += 1
+        self.file(worker)
         if worker.late_in_a_row < self.at_once(worker):
             return 0.0
         worker.first_groups = 1
-        return self.rest(worker, now, LATE_REST_SECONDS)
+        return self.rest(worker, now, LATE_REST, usual_seconds)
+
+    def standing(self, worker: Worker) -> Standing:
+        """Return what is known of the worker. Of strangers new ones are as others, for they may come as often as they
+        like.
+        """
+        if self.is_on_trial(worker):
+            return "slow"
+        return "known" if worker.is_proven or not worker.is_own else "new"
 
     def is_on_trial(self, worker: Worker) -> bool:
         """Whether the worker was too slow, and gets one group at a time until it comes first with it."""
         return worker.late_in_a_row >= self.at_once(worker)
 
-    def rest(self, worker: Worker, now: float, backoff: Backoff = REST_SECONDS) -> float:
+    def rest(self, worker: Worker, now: float, backoff: Backoff = REST_SECONDS, unit_seconds: float = 1.0) -> float:
         """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count
         once. Return for how many seconds; 0.0 if it does not begin to rest.
         """
@@ -309,7 +334,7 @@ class Fleet:
         if others <= 0 or resting:
             return 0.0
         worker.failures_in_a_row += 1
-        seconds = backoff.after(worker.failures_in_a_row)
+        seconds = unit_seconds * backoff.after(worker.failures_in_a_row)
         self.rests.set(worker.worker_id, now + seconds)
         self.file(worker)
         return seconds
@@ -341,7 +366,7 @@ class Fleet:
         here = attends and worker.standby_since is None
         free = here and not worker.samples
         resting = here and self.rests.get(worker.worker_id) is not None
-        self._count(worker.worker_id, (attends, here, resting, free, self.at_once(worker) if here else 0))
+        self._count(worker.worker_id, (attends, here, resting, free, self.share(worker) if here else 0))
         depth = self._depth_of(worker) if here and not resting else None
         if depth is None:
             self._place(worker.worker_id, None)
@@ -357,6 +382,12 @@ class Fleet:
         """Return how many groups this worker decodes at once now: as many as fill its slots, but at least one unit."""
         groups = self._fill(worker) if worker.width is None else min(self._fill(worker), worker.width.groups)
         return max(self.groups_per_unit, groups if self.most_groups is None else min(groups, self.most_groups))
+
+    def share(self, worker: Worker) -> int:
+        """Return how many groups this worker, if it is active, takes of those that are there for all."""
+        if self.is_resting(worker):
+            return 0
+        return 1 if self.is_on_trial(worker) else self.at_once(worker)
 
     def _fill(self, worker: Worker) -> int:
         return -(-worker.slots // self.group_size)

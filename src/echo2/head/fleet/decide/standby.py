@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from echo2.core.errors import UserError, counted
 from echo2.head.decide import commands as do
@@ -23,7 +24,7 @@ from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.activation import RENT_SECONDS, RETURN_SECONDS, Candidate, Rentals, aim, choose, num_short
 from echo2.head.fleet.decide.fleet import Worker
 from echo2.head.fleet.decide.forecast import WorkerKind, forecast
-from echo2.head.fleet.decide.formulas import Demand, mu_target, window_limit
+from echo2.head.fleet.decide.formulas import GAMMA, Demand, mu_target, window_limit
 from echo2.head.fleet.decide.workers import announce_newest, stand_by
 from echo2.head.strangers.decide import strangers
 
@@ -36,6 +37,8 @@ MOST_FACTOR = 10.0
 LEAST_RATE = 1e-9
 #: Steps of a forecast: enough to forget the start, few enough to cost the head only milliseconds.
 STEPS = 40
+#: By so much the learner's idle ratio may be larger with fewer machines than the needed rate asks for.
+LITTLE_MORE = 0.02
 
 
 def recover(state: PlannerState, machines: Iterable[ev.RecoveredMachine], now: float) -> None:
@@ -108,7 +111,9 @@ def live_demand(state: PlannerState, publish_every: int | None = None) -> Demand
 
 
 def needed_rate(state: PlannerState) -> float | None:
-    """Return 1.1 times the rate at which the learner never waits, in rollouts per second; None until it is known."""
+    """Return 1.1 times the rate at which the learner never waits, in rollouts per second, or less if it hardly waits
+    longer with it; None until it is known.
+    """
     demand = live_demand(state)
     if demand is None:
         return None
@@ -117,7 +122,54 @@ def needed_rate(state: PlannerState) -> float | None:
     except UserError:
         return math.inf  # on-policy, or the broadcast cannot be hidden: every worker helps
     plain = demand.rollouts_per_step / demand.train_seconds
-    return target if target <= MOST_FACTOR * plain else math.inf
+    if target > MOST_FACTOR * plain:
+        return math.inf
+    if (kind := _typical_worker(state)) is None:
+        return target
+    demand = replace(
+        demand,
+        train_seconds=_rounded(demand.train_seconds),
+        broadcast_seconds=_rounded(demand.broadcast_seconds),
+        rollout_seconds=0.0,
+    )
+    return min(target, GAMMA * kind.rate * _fewest(demand, kind, math.ceil(target / kind.rate)))
+
+
+def _typical_worker(state: PlannerState) -> WorkerKind | None:
+    """Return the median worker of those whose rate is measured; None: there are none."""
+    rated = [worker for worker in state.fleet.active() if worker.speed.rate > 0]
+    if not rated:
+        return None
+    rate = _rounded(statistics.median(worker.speed.rate for worker in rated))
+    groups = statistics.median_low(map(state.fleet.at_once, rated))
+    return WorkerKind(rate, 1, groups, round(statistics.median(map(_spread, rated)), 1))
+
+
+def _rounded(value: float) -> float:
+    """Return two digits of a value, so that what is computed from it is not computed again after each batch."""
+    return float(f"{value:.2g}")
+
+
+@lru_cache(maxsize=64)
+def _fewest(demand: Demand, kind: WorkerKind, most: int) -> int:
+    """Return the fewest such workers with which the learner hardly waits longer than with `most`: the formula takes
+    rollouts for a fluid, and where the staleness bound is narrow it asks for a rate that gains nothing, for the learner
+    then waits for the last group and not for more of them.
+    """
+
+    def idle_ratio(count: int) -> float:
+        return forecast(demand, [replace(kind, count=count)], STEPS).steady_idle_ratio
+
+    few = max(1, math.ceil(demand.rollouts_per_step / demand.train_seconds / kind.rate))
+    many = max(few, most)
+    allowed = idle_ratio(many) + LITTLE_MORE
+    while few < many:
+        middle = (few + many) // 2
+        if idle_ratio(middle) <= allowed:
+            many = middle
+        else:
+            few = middle + 1
+    return many
 
 
 def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
@@ -132,6 +184,7 @@ def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
             worker.speed.current(each * worker.slots, state.fleet.at_once(worker) * state.options.group_size, now),
             worker.price_usd_per_hour,
             not worker.standby,
+            bool(worker.offer),
         )
         for worker in state.fleet
         if not (worker.returned or (worker.detached and worker.standby))

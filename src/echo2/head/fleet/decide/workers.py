@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from echo2.core.types import SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import granting
@@ -14,6 +15,9 @@ from echo2.head.fleet.decide.fleet import Throughput, Worker
 from echo2.head.fleet.decide.widths import GROWTH, Width
 from echo2.head.strangers.decide import strangers
 
+#: Lease durations, at most, for which a snapshot is held for workers that receive it, and for strangers alone: one that
+#: only pretends to receive it keeps others from a snapshot that is held for them.
+HELD_LEASES, STRANGERS_HELD_LEASES = 8.0, 1.0
 #: Minimum limit of leases that a returning worker may claim to hold; otherwise twice the most that it is ever granted.
 CLAIMS_MIN = 64
 
@@ -47,6 +51,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         returned=before is not None and before.returned,
         samples=samples,
         speed=speed,
+        is_proven=before is not None and before.is_proven,
         draws=event.draws,
         form=event.form,
         rounds=event.rounds,
@@ -66,7 +71,12 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     if ended:
         reason = "these leases ended while the worker was away"
         state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_ids=ended)
-    if not worker.standby:
+    received = None if before is None or before.receives == installed else before.receives
+    if worker.standby:
+        return
+    if received is not None and received == state.snapshots.held and state.snapshots.has(received):
+        announce(state, received, "held for the worker, which came back", (event.worker_id,))
+    else:
         announce_newest(state, "newest when the worker joined", (event.worker_id,))
 
 
@@ -126,8 +136,39 @@ def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Work
 
 def announce_newest(state: PlannerState, reason: str, worker_ids: tuple[str, ...]) -> None:
     """Tell these workers the newest available snapshot."""
-    if worker_ids and (ref := state.snapshots.newest_retained()) is not None:
+    if (ref := state.snapshots.newest_retained()) is not None:
+        announce(state, ref, reason, worker_ids)
+
+
+def announce(state: PlannerState, ref: SnapshotRef, reason: str, worker_ids: tuple[str, ...]) -> None:
+    """Tell these workers of a snapshot that is stored."""
+    if worker_ids:
+        state.fleet.tell(worker_ids, ref)
         state.emit(do.AnnounceSnapshot, reason, ref=ref, worker_ids=worker_ids)
+
+
+def announce_published(state: PlannerState, reason: str, now: float) -> None:
+    """Tell the active workers of the newest snapshot, but not those that still receive the one that is held for them:
+    it would take its place again and again, before they have it, where snapshots follow each other faster than they
+    arrive. One snapshot that others have is held at a time, and not for ever, for a worker whose link is broken.
+    """
+    snapshots, active = state.snapshots, state.fleet.active()
+    if not _is_held(state, active, now):
+        before = None if state.options.deterministic else snapshots.before()
+        is_there = before is not None and any(worker.installed == before for worker in active)
+        is_received = is_there and any(worker.receives == before for worker in active)
+        snapshots.hold(before if is_received else None, now)
+    held = snapshots.held
+    told = (worker.worker_id for worker in active if held is None or worker.receives != held)
+    announce_newest(state, reason, tuple(told))
+
+
+def _is_held(state: PlannerState, active: Iterable[Worker], now: float) -> bool:
+    """Whether a snapshot is held, and goes on being held."""
+    held = state.snapshots.held
+    receivers = [worker for worker in active if worker.receives == held] if state.snapshots.has(held) else []
+    num_leases = HELD_LEASES if any(worker.is_own for worker in receivers) else STRANGERS_HELD_LEASES
+    return bool(receivers) and now - state.snapshots.held_since < num_leases * state.options.lease_seconds
 
 
 def workers_heard(state: PlannerState, worker_ids: Iterable[str], now: float) -> None:
@@ -144,7 +185,10 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
     if worker is None or worker.detached:
         return False
     installed = state.own_snapshot(event.installed)
+    was_held = worker.receives is not None and worker.receives == state.snapshots.held
     is_new = state.fleet.report(worker, installed, event.refused, now)
+    if was_held and worker.receives is None and not worker.standby:
+        announce_newest(state, "newest when the worker had the one that was held for it", (worker.worker_id,))
     if is_new and installed is not None and not worker.standby:
         state.measurements.installed(installed, state.fleet.num_active, now)
     return is_new
