@@ -18,7 +18,7 @@ from recording import HERE, child_environment, last, output_of, there
 #: Other benchmarks start these, with one argument in JSON.
 NODES = {"overlap_nodes", "idle_nodes", "broadcast_node", "lines"}
 #: Other benchmarks start these, too, with flags.
-PARTS = {"held_out", "trl_grpo", "distillation", "joining"}
+PARTS = {"held_out", "trl_grpo", "distillation", "joining", "hostile_worker"}
 
 
 def test_every_benchmark_knows_its_flags_and_gives_help() -> None:

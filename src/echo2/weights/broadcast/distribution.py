@@ -65,6 +65,11 @@ class Distribution:
         """Record that a worker has this snapshot installed."""
         self.origin.has_installed(worker_id, installed, self.archive.base_model(installed))
 
+    def left(self, worker_id: str, reason: str) -> None:
+        """Forget a worker that is gone."""
+        self._latest.pop(worker_id, None)
+        self.origin.left(worker_id, reason)
+
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
         """Announce `ref` to these workers as the newest snapshot, in waves if they are many."""
         told = list(worker_ids)
