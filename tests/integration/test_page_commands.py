@@ -22,6 +22,8 @@ NOT_RUN = {
     r".*--workers\.engine vllm": "needs vLLM: make vllm",
     r"simulate simulations/churn_spot": "takes minutes",
     r".*s3://": "needs a bucket: test_store_real.py",
+    r"(plan|probe) examples/smollm/\S+ --(here|json)": "needs the pretrained model: make smollm",
+    r"export .*--gguf": "needs the extra llamacpp: make extras",
     r"serve ": "waits for clients: make test-foreign",
     r".*\[": "says what may be written, and is no command",
 }
@@ -105,7 +107,8 @@ def test_the_commands_of_a_page_work(page: Path, desk: Path) -> None:
         if words[0] == "view":
             look(desk, words)
             continue
-        shutil.rmtree(desk / "outputs" / f"run-{number}", ignore_errors=True)
+        made = words[words.index("--to") + 1] if "--to" in words else f"outputs/run-{number}"
+        shutil.rmtree(desk / made, ignore_errors=True)  # a page may name it in several commands
         done = echo2(desk, *words)
         is_told_wrong = words[0] == "doctor" and done.returncode == 1  # of this machine, or of a run that has ended
         assert done.returncode == 0 or is_told_wrong, f"{page.name}: echo2 {' '.join(words)}\n{done.stderr}"
