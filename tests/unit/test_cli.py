@@ -427,3 +427,35 @@ def test_a_worker_uses_one_thread_by_default(given: str, expected: str, monkeypa
         monkeypatch.delenv("OMP_NUM_THREADS")
     assert main(["worker", "no ticket"]) == 2
     assert os.environ["OMP_NUM_THREADS"] == expected
+
+
+SIGNALLED = """
+import asyncio, os, signal, sys
+from echo2.cli.running import leave_on_sigterm
+
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
+ended = leave_on_sigterm()
+
+async def main():
+    other = asyncio.create_task(asyncio.Event().wait())  # as those of gRPC's server
+    if sys.argv[1] == "ignored":
+        os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("others cancelled:", other.cancelling())
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("ended by", ended)
+"""
+
+
+@pytest.mark.parametrize("interrupts", ["taken", "ignored"])
+def test_sigterm_cancels_the_main_task_of_a_worker_alone(interrupts: str) -> None:
+    """Also where a script started it with "&", so that Ctrl-C is not for it."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, interrupts], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["others cancelled: 0", "ended by [15]"]

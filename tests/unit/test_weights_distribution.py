@@ -83,9 +83,15 @@ class Fleet:
         for name in self.archive.offer(manifest.hashes):
             await self.archive.put(name, bytes(chunks[name]))
         await self.archive.take(manifest)
-        self.distribution.announce(now.ref, list(self.workers if told is None else told))
+        self.announce(now.ref, list(self.workers if told is None else told))
         while not all(each.done() for each in self.telling):
             await asyncio.gather(*self.telling)
+
+    def announce(self, newest: SnapshotRef, names: list[str]) -> None:
+        """As the planner does and then its effects."""
+        for name in names:
+            self.workers[name].told = newest
+        self.distribution.announce(newest, names)
 
 
 def test_each_worker_hears_of_the_payload_for_its_version(tmp_path: Path) -> None:
@@ -131,7 +137,7 @@ def test_workers_that_wait_for_their_wave_hear_of_the_newest_version_only(
         fleet = Fleet(tmp_path, a=None, b=None, c=None, d=None)
         await fleet.publish(0, as_delta=False)
         fleet.order.clear()
-        fleet.distribution.announce(ref(0), list(fleet.workers))  # anew, and nobody has waited for its second wave yet
+        fleet.announce(ref(0), list(fleet.workers))  # anew, and nobody has waited for its second wave yet
         await fleet.publish(1)
         assert sorted(fleet.order[2:]) == list(fleet.workers)
         assert all(payloads[-1].ref == ref(1) for payloads in fleet.notices.values())
@@ -291,7 +297,7 @@ def test_who_was_to_hear_of_a_version_hears_of_it_although_others_hear_of_a_newe
         fleet = Fleet(tmp_path, quick=ref(2), slow=ref(0))
         for version in range(3):
             await fleet.publish(version, as_delta=version > 0, told=())
-        fleet.distribution.announce(ref(2), ["quick", "slow"])
+        fleet.announce(ref(2), ["quick", "slow"])
         assert not fleet.notices["slow"]
         await fleet.publish(3, told=["quick"])
         assert fleet.notices["slow"] == [PayloadId(ref(2), ref(0))]

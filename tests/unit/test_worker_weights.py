@@ -112,8 +112,7 @@ class Head:
         handlers = {**self.origin.handlers(), "FetchManifest": self._fetch_manifest}
         self.server = GrpcServer("127.0.0.1", 0, self.identity, handlers)
 
-    async def start(self) -> str:
-        """Returns a ticket."""
+    async def start(self) -> str:  # a ticket
         return self.identity.make_ticket("worker", f"127.0.0.1:{await self.server.start()}", 10, 1.0)
 
     def _order(self, worker_id: str, order: wire.Order) -> None:
@@ -129,6 +128,7 @@ class Head:
     async def publish(self, manifest: Manifest, chunks: Mapping[bytes, memoryview]) -> None:
         assert self.worker is not None
         await self.archive.take(await stored(self, (manifest, chunks)))
+        self.worker.told = manifest.ref
         self.distribution.announce(manifest.ref, [self.worker.worker_id])
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -242,6 +243,28 @@ def _learner(options: argparse.Namespace) -> int:
     return run_learner(RunDir(options.directory), options.ticket, options.card)
 
 
+def leave_on_sigterm() -> list[int]:
+    """Have SIGTERM do what Ctrl-C does, so that a worker that a machine manager ends leaves the run properly. Return a
+    list to which the signal is added: then its end is no error.
+
+    asyncio takes SIGINT over and cancels the main task. Where SIGINT is ignored, as in a process that a script started
+    with "&", it does not; a KeyboardInterrupt raised anywhere within the loop makes it cancel all tasks at once, and
+    gRPC's server, without its own ones, writes to freed memory. So SIGINT is blocked there, and not ignored.
+    """
+    ended: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        ended.append(number)
+        os.kill(os.getpid(), signal.SIGINT)  # one with any that was blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, end)
+    return ended
+
+
 def _worker(options: argparse.Namespace) -> int:
     from echo2.core.errors import UserError
     from echo2.transport.tickets import Ticket
@@ -251,15 +274,7 @@ def _worker(options: argparse.Namespace) -> int:
 
     give_cores(options.at_home, options.max_cores)
 
-    ended: list[int] = []  # signals with which a machine manager ended this worker: no error
-
-    def end(number: int, _frame: object) -> None:
-        ended.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a process that a script started with "&"
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run properly
-
-    signal.signal(signal.SIGTERM, end)
+    ended = leave_on_sigterm()
     begin_process("worker")
     names = [entry.name for entry in fields(WorkerOptions)]
     worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})

@@ -57,13 +57,18 @@ def awaited(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
     """Do work of bounded time that must not be left half done, such as a close: if the caller is cancelled meanwhile,
-    that is raised once the work has ended. Raises: what the work raises."""
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    however often, that is raised once the work has ended. Raises: what the work raises; it comes before the
+    cancellation."""
+    task, cancelled = awaited(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    result = task.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
 
 
 @asynccontextmanager

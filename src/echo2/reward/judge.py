@@ -116,7 +116,7 @@ class Judge:
         )
         self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}
-        self._reserved, self._freed = dict[bytes, float](), asyncio.Event()  # by the body of a request under way
+        self._reserved, self._freed = list[float](), asyncio.Event()  # of requests under way
         self.spent_usd = spent_usd
 
     @property
@@ -213,7 +213,7 @@ class Judge:
                 raise self._too_dear(usd)
             self._freed.clear()
             await self._freed.wait()  # most cost less than they may
-        self._reserved[body] = usd
+        self._reserved.append(usd)
         try:
             now = time.monotonic()
             paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
@@ -221,7 +221,7 @@ class Judge:
             data, seconds = await self._endpoint.request(CHAT, body, REPLY_BYTES_MAX, self._look)
             return verdict(self._counted(data, estimate), is_pair), seconds
         finally:
-            self._reserved.pop(body, None)
+            self._reserved.remove(usd)
             self._freed.set()
 
     async def _look(self) -> None:
@@ -235,7 +235,7 @@ class Judge:
     def _affords(self, usd: float) -> bool:
         """Whether the budget suffices for so much beside what was spent, and what requests under way may cost."""
         budget = self._judge.budget_usd
-        return not budget or self.spent_usd + sum(self._reserved.values()) + usd <= budget
+        return not budget or self.spent_usd + sum(self._reserved) + usd <= budget
 
     def _too_dear(self, usd: float) -> BudgetSpent:
         return BudgetSpent(
@@ -246,7 +246,6 @@ class Judge:
     def _unanswered(self, body: bytes) -> None:
         """Count a request whose answer never came: an endpoint bills what it has written. It cannot be more than the
         request may cost, where `params` bound what is written."""
-        self._reserved.pop(body, None)
         self.spent_usd += self._usd(self._estimate(body))
 
     def _counted(self, data: bytes, estimate: Usage) -> JudgeReply:

@@ -246,5 +246,5 @@ class HeadEffects:
         head.books.lose_worker()
         head.books.costs.left(command.worker_id, now)
         head.books.broadcast_times.gone(command.worker_id)
-        head.distribution.left(command.worker_id, command.reason)
+        head.distribution.origin.left(command.worker_id, command.reason)
         head.connections.leave(command.worker_id)

@@ -41,6 +41,10 @@ class AttendingWorker(Protocol):
     @property
     def installed(self) -> SnapshotRef | None: ...
 
+    @property
+    def told(self) -> SnapshotRef | None:
+        """The snapshot that it was to hear of last."""
+
 
 class Distribution:
     """Announces payloads to workers. `attending` returns a worker that is connected, or None."""
@@ -58,22 +62,15 @@ class Distribution:
         self._identity, self._order, self._attending, self._spawn = identity, order, attending, spawn
         self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
-        self._latest: dict[str, SnapshotRef] = {}  # worker -> the stored snapshot that it was to hear of last
         archive.on_dropped, archive.on_stored = self._dropped, origin.stored
 
     def has_installed(self, worker_id: str, installed: SnapshotRef) -> None:
         """Record that a worker has this snapshot installed."""
         self.origin.has_installed(worker_id, installed, self.archive.base_model(installed))
 
-    def left(self, worker_id: str, reason: str) -> None:
-        """Forget a worker that is gone."""
-        self._latest.pop(worker_id, None)
-        self.origin.left(worker_id, reason)
-
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
         """Announce `ref` to these workers as the newest snapshot, in waves if they are many."""
         told = list(worker_ids)
-        self._latest.update(dict.fromkeys(told, ref))
         if len(told) > WAVE_WORKERS:
             told.sort(key=self._age_of)
             self._spawn(self._announce_later(ref, told[WAVE_WORKERS:]))
@@ -94,7 +91,8 @@ class Distribution:
     def _unheard(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> list[str]:
         """Return those of these workers that still wait for notice of `ref`: they were to hear of no other since."""
         known = self.origin.progress()
-        waiting = [key for key in worker_ids if self._latest.get(key) == ref]
+        there = ((key, self._attending(key)) for key in worker_ids)
+        waiting = [key for key, worker in there if worker is not None and worker.told == ref]
         return [key for key in waiting if key not in known or known[key].payload.ref != ref]
 
     def _announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
@@ -178,7 +176,6 @@ class Distribution:
         self._notices.pop(payload, None)
         if self.archive.find(payload.ref) is None:
             self._joins.pop(payload.ref, None)
-            self._latest = {key: ref for key, ref in self._latest.items() if ref != payload.ref}
         self.origin.dropped(payload)
 
     async def close(self) -> None:
