@@ -399,6 +399,22 @@ def test_a_third_lease_goes_to_a_busy_worker_too_and_a_fourth_only_to_one_withou
     assert free.worker_id == "f"
 
 
+def test_a_late_worker_with_the_fewest_groups_hides_no_other() -> None:
+    """It has free slots, too, and would get the next group; but not its own again."""
+    desk = Desk(replace(SECOND, groups_per_step=1, max_steps=1))
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    desk.publish(0)
+    for name in "ab":
+        desk.join(name)
+    lease, state = desk.leases[desk.open()[0]][1], desk.planner
+    holder = desk.leases[lease.lease_id][0]
+    for worker in state.fleet:
+        state.fleet.load(worker, 0 if worker.worker_id == holder else SECOND.group_size, desk.now)
+    helper = granting._free_worker(state, lease, holder)
+    assert helper is not None
+    assert helper.worker_id != holder
+
+
 def test_slow_machines_hardly_hold_a_run_up() -> None:
     """Three of ten take ten times as long: after each rest they are tried with one group, which others sample, too."""
     kinds = [WorkersSpec(count=count, rollout_seconds=seconds) for count, seconds in ((7, 32.0), (3, 320.0))]

@@ -52,18 +52,25 @@ def test_pacing_and_consumption_agree(version: int, max_staleness: int) -> None:
             st.tuples(st.just("set"), st.integers(0, 5), st.integers(0, 50)),
             st.tuples(st.just("drop"), st.integers(0, 5), st.just(0)),
             st.tuples(st.just("due"), st.just(0), st.integers(0, 50)),
+            st.tuples(st.just("that"), st.integers(0, 6), st.integers(0, 5)),
         )
     )
 )
 def test_deadlines_are_a_dictionary_with_a_smallest_value(actions: list[tuple[str, int, int]]) -> None:
-    deadlines, model = LazyHeap[int, float](), dict[int, float]()
-    for action, key, at in actions:
+    deadlines, model, since = LazyHeap[int, float](), dict[int, float](), dict[int, int]()
+    for number, (action, key, at) in enumerate(actions):
         if action == "set":
+            if model.get(key) != at:
+                since[key] = number
             deadlines.set(key, at)
             model[key] = at
         elif action == "drop":
             deadlines.drop(key)
             model.pop(key, None)
+        elif action == "that":
+            in_order = sorted(model, key=lambda one: (model[one], since[one]))
+            expected = next((one for one in in_order[:at] if one >= key), None)
+            assert deadlines.first_that(lambda one, least=key: one >= least, at) == expected
         else:
             due = deadlines.pop_until(at)
             assert sorted(due) == sorted(k for k, when in model.items() if when <= at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", int, str)
@@ -42,6 +43,16 @@ class LazyHeap(Generic[Key, Rank]):
 
     def first_key(self) -> Key | None:
         return None if self.first() is None else self._heap[0][2]
+
+    def first_that(self, fits: Callable[[Key], bool], most: int) -> Key | None:
+        """Return the first key that fits, of the `most` first ones."""
+        passed: list[tuple[Rank, int, Key]] = []
+        while len(passed) < most and (key := self.first_key()) is not None and not fits(key):
+            passed.append(heapq.heappop(self._heap))
+        found = self.first_key() if len(passed) < most else None
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
 
     def pop_until(self, last: Rank) -> list[Key]:
         """Remove and return every key whose rank is not above `last`, smallest first."""

@@ -49,6 +49,9 @@ LATE_AFTER = 2.0
 #: Leases on a group, beside which only a worker without work gets one more: in most runs two in a row are late by
 #: chance, and hardly ever three.
 LEASES_MOST = 3
+#: Workers of each kind, the least loaded first, of which one may help with a late group: its own worker may be among
+#: them, and others that are on trial.
+HELPERS_MOST = 4
 #: Steps from the next one on whose groups may have second leases: this is looked through at every event.
 LATE_STEPS_MAX = 8
 #: While a snapshot travels, its steps are shared, but no longer than this multiple of the usual time of a broadcast: a
@@ -352,17 +355,24 @@ def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | Non
     """
     late, is_long = state.fleet.get(holder), len(state.leases.of_group(lease.group)) >= LEASES_MOST
     ticket = "" if late is None else late.ticket
-    kinds = [kind for kind in state.fleet.rankings(0) if state.snapshots.has(kind[0])]
+
+    def may_help(worker_id: str) -> bool:
+        worker = state.fleet.get(worker_id)
+        if worker is None or worker_id == holder or (is_long and worker.samples) or state.fleet.is_on_trial(worker):
+            return False
+        return strangers.has_credit(state, worker) and strangers.may_supply(state, worker, lease.step)
+
+    kinds = [
+        kind
+        for kind in state.fleet.rankings(0)
+        if state.snapshots.has(kind[0])
+        and last_step(state, kind[0]) >= lease.step
+        and not (kind[1] and kind[1] == ticket)
+    ]
     for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
-        first = state.fleet.rankings(0)[kind].first()
-        worker = None if first is None else state.fleet.get(first[-1])
-        if worker is None or worker.worker_id == holder or (kind[1] and kind[1] == ticket):
-            continue
-        if state.fleet.is_on_trial(worker):
-            continue
-        may = strangers.has_credit(state, worker) and strangers.may_supply(state, worker, lease.step)
-        if may and last_step(state, worker.installed) >= lease.step and not (is_long and worker.samples):
-            return worker
+        worker_id = state.fleet.rankings(0)[kind].first_that(may_help, HELPERS_MOST)
+        if worker_id is not None:
+            return state.fleet.get(worker_id)
     return None
 
 
