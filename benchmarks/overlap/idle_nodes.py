@@ -34,10 +34,14 @@ from judge_standin import PROBE, judge_standin
 MAX_TOKENS = 12
 #: Of rollouts that are spread evenly over 1..MAX_TOKENS.
 MEAN_TOKENS = (1 + MAX_TOKENS) / 2
+#: Of the longest of eight such.
+LONGEST_TOKENS = 11.0
+SLOW_FACTOR = 10.0
 
 CONFIG = """
 [run]
 max_steps = {steps}
+seed = {seed}
 [model]
 path = "{model}"
 [tasks]
@@ -48,11 +52,12 @@ functions = ["exact_match"]
 [sampling]
 group_size = {group_size}
 max_tokens = {max_tokens}
-groups_per_batch = 1
+groups_per_batch = {slots}
 [schedule]
 groups_per_step = {groups_per_step}
 max_staleness = {max_staleness}
 publish_every = {publish_every}
+lease_seconds = {lease_seconds}
 [learner]
 lr = 0.0
 tokens_per_microbatch = 1_000_000
@@ -94,8 +99,9 @@ class Dying:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One run. `rate`: rollouts a second of one worker; `has_faults`: 15 % of environments and of the judge's answers
-    fail."""
+    """One run. `rate`: rollouts a second of one worker whose engine is full; `full`: groups with which it is; `slots`:
+    groups that a run begins with; `room`: groups that fit (0: as many as `slots`). The last `slow` of the workers are
+    ten times slower. `has_faults`: 15 % of environments and of the judge's answers fail."""
 
     workers: int
     rate: float
@@ -107,6 +113,12 @@ class Fleet:
     broadcast_seconds: float
     steps: int
     has_faults: bool = False
+    slots: int = 1
+    full: int = 1
+    room: int = 0
+    slow: int = 0
+    lease_seconds: float = 120.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +135,8 @@ class Rewards:
 class Measured:
     """Over the second half of the steps. `idle_ratio`: the learner's waiting over its time; `live_prediction`: what the
     head said meanwhile that it should be. `broadcast_seconds`: median time until 1 / 1.1 of the workers had a version.
-    `cpu_share`: of all cores, whoever used them. Of the whole run: `audit`, `rollouts_lost`, and how long groups waited
-    for their rewards.
+    `cpu_share`: of all cores, whoever used them. Of the whole run: its steps' `run_seconds`, `audit`, `rollouts_lost`,
+    and how long groups waited for their rewards.
     """
 
     idle_ratio: float
@@ -135,6 +147,7 @@ class Measured:
     max_staleness: int
     mean_staleness: float
     cpu_share: float
+    run_seconds: float
     audit: dict[str, Any]
     rollouts_lost: int
     rewards: Rewards
@@ -195,6 +208,7 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float, found: dict[str
         max_staleness=max(row["off_policy/max"] for row in late),
         mean_staleness=statistics.fmean(row["off_policy/mean"] for row in late),
         cpu_share=cpu_share,
+        run_seconds=sum(row["time/step"] for row in rows if "time/step" in row),
         audit=found,
         rollouts_lost=max(row.get("rollouts/lost", 0) for row in rows),
         rewards=rewards,
@@ -211,6 +225,12 @@ def run_worker(settings: Mapping[str, Any]) -> None:
     from echo2.engines.fake_engine import FakeDecoder
     from echo2.worker.worker_process import WorkerOptions
 
+    is_slow = settings["number"] >= settings["workers"] - settings["slow"]
+    rate = settings["rate"] / (SLOW_FACTOR if is_slow else 1.0)
+    is_wide = settings["full"] > 1
+    full_rows = settings["full"] * settings["group_size"] if is_wide else 1
+    tokens_per_second = rate * (LONGEST_TOKENS if is_wide else MEAN_TOKENS)
+
     class SlowDecoder(FakeDecoder):
         def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
             time.sleep(settings["broadcast_seconds"])
@@ -218,10 +238,11 @@ def run_worker(settings: Mapping[str, Any]) -> None:
 
         def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
             num_rows = len(self._rows) + len(added) - len(dropped)
-            time.sleep(num_rows / (settings["rate"] * MEAN_TOKENS))
+            time.sleep(max(num_rows, full_rows) / tokens_per_second)
             return super().step(added, dropped)
 
-    paced_run.run_worker(settings, SlowDecoder, WorkerOptions(engine="fake", allow_environments=(ENVIRONMENT,)))
+    options = WorkerOptions(engine="fake", allow_environments=(ENVIRONMENT,), slots=settings["room"])
+    paced_run.run_worker(settings, SlowDecoder, options)
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ def run_paced(
         start("head", sys.executable, "-m", "echo2", "head", str(directory / "run.toml"), "--out", str(out), *flags)
         _wait(directory, processes, lambda: (out / "status.json").is_file())
         for number in range(num_workers):
-            mine = {**settings, "run": str(out), "state": str(directory / f"w{number}")}
+            mine = {**settings, "run": str(out), "state": str(directory / f"w{number}"), "number": number}
             start(f"w{number}", sys.executable, script, "worker", json.dumps(mine))
         _wait(directory, processes, lambda: _workers_there(out / "status.json") == num_workers)
         start("learner", sys.executable, script, "learner", json.dumps({**settings, "run": str(out)}))

@@ -9,10 +9,14 @@ the better half of the settings. The planner adapts what it can whatever a run b
 beginning, a long one for its steady state. The idle ratio is of the second half of the steps, the dollars are of the
 whole run; the learner costs $12.24 an hour, a machine $0.30.
 
+With `--real`, three of the families run as processes: head, learner and workers whose speeds are set (`idle_nodes.py`),
+all five times faster than in the simulator, so that steps, leases and snapshots take seconds.
+
     make bench-wrong_settings                        # 20 seeds: ten minutes on two cores
     make bench-wrong_settings ARGS='--seeds 3 --only straggler'
     make bench-wrong_settings ARGS='--seeds 8 --search'
     make bench-wrong_settings ARGS='--steps 12'
+    make bench-wrong_settings ARGS='--real --seeds 3'       # 45 minutes
 """
 
 from __future__ import annotations
@@ -20,14 +24,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
-from recording import save
+from idle_nodes import Fleet
+from idle_nodes import measure as measure_processes
+from recording import HERE, save, there
 
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 from echo2.planning.simulate import run_scenario
@@ -125,6 +133,31 @@ GRIDS: dict[str, dict[str, Sequence[int]]] = {
 #: Settings that halving leaves for all seeds.
 LEFT = 2
 
+LEARNER_USD_PER_HOUR, MACHINE_USD_PER_HOUR = 12.24, 0.3
+MODEL = HERE.parent / "outputs" / "models" / "digit_sorting"
+#: With processes, a fifth of the simulator's seconds: 6 s a step, 32 s a group of a full engine become 6.4 s.
+REAL = Fleet(
+    workers=13,
+    rate=5.0,
+    max_staleness=2,
+    publish_every=1,
+    groups_per_step=32,
+    group_size=8,
+    train_seconds=6.0,
+    broadcast_seconds=1.2,
+    steps=STEPS,
+    slots=4,
+    full=4,
+    room=16,
+    lease_seconds=24.0,
+)
+#: By family: the wrong start, and a better beginning.
+REAL_FAMILIES = {
+    "straggler machines, S = 2": (replace(REAL, workers=17, slow=4), REAL),
+    "slots too many": (replace(REAL, slots=16), REAL),
+    "steps between snapshots": (replace(REAL, max_staleness=4, publish_every=4), replace(REAL, max_staleness=4)),
+}
+
 
 def searched(family: str, start: World, seeds: range, pool: Pool) -> list[dict[str, Any]]:
     """Return every setting of the family's grid with what it gave, those of the most seeds first, and then the best."""
@@ -172,6 +205,50 @@ def summed_up(name: str, found: Sequence[tuple[float, float, int, bool]]) -> dic
     }
 
 
+def with_processes(options: argparse.Namespace, seeds: range) -> list[dict[str, Any]]:
+    """Return, by family, what each run of processes gave, wrong start beside better beginning."""
+    tasks = [
+        (family, kind, replace(fleet, steps=options.steps, seed=seed))
+        for seed in seeds
+        for family, pair in REAL_FAMILIES.items()
+        for kind, fleet in zip(("started", "better"), pair, strict=True)
+        if options.only in family
+    ]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="echo2-wrong-") as folder, ThreadPoolExecutor(options.processes) as pool:
+
+        def one(number: int, family: str, kind: str, fleet: Fleet) -> None:
+            found = measure_processes(fleet, options.model, Path(folder) / str(number))
+            hourly = LEARNER_USD_PER_HOUR + MACHINE_USD_PER_HOUR * fleet.workers
+            usd = found.run_seconds / 3600.0 * hourly / fleet.steps
+            row = {"family": family, "kind": kind, "seed": fleet.seed, "idle": found.idle_ratio, "usd_per_step": usd}
+            rows.append({**row, "measured_in_full": asdict(found)})
+            print(
+                f"{family:34} {kind:8} seed {fleet.seed}  idle {found.idle_ratio:5.1%}  ${usd:.4f} a step", flush=True
+            )
+
+        for done in [pool.submit(one, number, *task) for number, task in enumerate(tasks)]:
+            done.result()
+    return rows
+
+
+def above_better(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return, by family, the means over the seeds and what the wrong start costs above the better beginning."""
+    found: dict[str, dict[str, float]] = {}
+    for family in dict.fromkeys(row["family"] for row in rows):
+        means = {
+            f"{kind}_{key}": statistics.fmean(
+                row[key] for row in rows if row["family"] == family and row["kind"] == kind
+            )
+            for kind in ("started", "better")
+            for key in ("idle", "usd_per_step")
+        }
+        means["above_better"] = means["started_usd_per_step"] / means["better_usd_per_step"] - 1
+        found[family] = means
+        print(f"{family:34} {means['above_better']:+.1%}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
@@ -184,10 +261,17 @@ def main() -> None:
     )
     parser.add_argument("--search", action="store_true", help="find the best fixed settings in a grid")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    parser.add_argument("--real", action="store_true", help="processes of set speeds in place of the simulator")
+    parser.add_argument("--model", type=there, default=MODEL, help="with --real: what examples/digit_sorting made")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows, seeds = [], range(options.first_seed, options.first_seed + options.seeds)
+    if options.real:
+        real = with_processes(options, seeds)
+        figures = {"steps": options.steps, "summary": above_better(real), "rows": real}
+        print(f"written to {save('wrong_settings_real', figures, options.out)}")
+        return
     with get_context().Pool(options.processes) as pool:
         for family, (start, others) in FAMILIES.items():
             if options.only not in family or (options.search and family not in GRIDS):
