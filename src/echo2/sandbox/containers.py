@@ -52,7 +52,11 @@ RUNTIMES = (*IMAGES, "bubblewrap", "landlock")
 PREFIX = "echo2-container-"
 STALE_SECONDS = 3600.0
 #: A container's first process: ends when our end of its stdin closes, and buries what others leave.
-FIRST = "echo up; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done"
+FIRST = 'echo "up $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
+#: Of what a runtime says before that.
+SAID_BYTES_MAX = 4096
+#: Begins a command in the folder $2. A command before it may have removed that, and docker begins in no other.
+IN_FOLDER = 'mkdir -p "$2" 2>/dev/null; cd "$2" 2>/dev/null; '
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,10 @@ class ImageContainer:
         if (said_no := refused(command)) is not None:
             return said_no
         main = await self._started()
-        nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "kill -9 -1 2>/dev/null; ")
+        nonce, script = secrets.token_hex(8), IN_FOLDER + WRAPPED.replace("{END}", "kill -9 -1 2>/dev/null; ")
         given = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
-        where = ["--workdir", self._directory] if self._directory else []
-        program = (self._program, "exec", *where, *given, self._name, "sh", "-c", script, nonce, command)
+        words = ("sh", "-c", script, nonce, command, self._directory)
+        program = (self._program, "exec", "--workdir", "/", *given, self._name, *words)
         output_bytes = self._limits.output_bytes + len(nonce) + 1
         status, output, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
         if not stopped and main.status is not None:
@@ -112,7 +116,8 @@ class ImageContainer:
         with tempfile.TemporaryDirectory(prefix="echo2-files-") as folder:
             source = Path(folder) / "files"
             await asyncio.to_thread(write_files, source, files)
-            await must(self._program, "exec", self._name, "sh", "-c", 'rm -rf "$0" && mkdir -p "$0"', place)
+            made_anew = ("sh", "-c", 'rm -rf "$0" && mkdir -p "$0"', place)
+            await must(self._program, "exec", "--workdir", "/", self._name, *made_anew)
             await must(self._program, "cp", f"{source}/.", f"{self._name}:{place}")
 
     async def close(self) -> None:
@@ -129,10 +134,8 @@ class ImageContainer:
             self._main = ChildProcess(("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *words), has_pipes=True)
             stream, self._lifeline = await self._main.streams()
             async with asyncio.timeout(START_SECONDS):
-                output = await stream.readline()
-                if output != b"up\n":
-                    output += await stream.read(2000)
-                    raise OSError(output.decode(errors="replace"))
+                folder = await _is_up(stream)
+            self._directory = self._directory or folder
         except (OSError, TimeoutError) as error:
             raise ContainerFault(
                 f"{self._program} does not start {self.image}: {str(error) or 'it took too long'}"
@@ -152,6 +155,23 @@ class ImageContainer:
         await Program((self._program, "kill", self._name), START_SECONDS).run()
         if self._main is not None and await self._main.ended(START_SECONDS) is None:
             raise ContainerFault(f"{self._program} did not end its container {self._name}.")
+
+
+async def _is_up(stream: asyncio.StreamReader) -> str:
+    """Wait for the first process of a container; return the folder that it is in. What the runtime says before, as that
+    swap has no limit, is no fault, unless it does without other limits.
+
+    Raises:
+        OSError: the container did not start, or without its limits.
+    """
+    said = b""
+    while not (line := await stream.readline()).startswith(b"up /"):
+        said += line
+        if not line or len(said) > SAID_BYTES_MAX:
+            break
+    if not line.startswith(b"up /") or b"ignored" in said or b"discarded" in said:
+        raise OSError(said[:SAID_BYTES_MAX].decode(errors="replace").strip())
+    return line.decode().removeprefix("up ").strip()
 
 
 def ulimits() -> list[str]:
