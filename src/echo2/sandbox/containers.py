@@ -22,14 +22,16 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from echo2.core.background import Shared
 from echo2.core.child import ChildProcess
+from echo2.core.errors import UserError
 from echo2.sandbox import confinement
 from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, write_files
 from echo2.sandbox.programs import (
@@ -292,6 +294,33 @@ class Containers:
                 build = (program, "build", "--quiet", "--label", "echo2", *limits, "--tag", key, str(context))
                 await must(*build, seconds=image.build_seconds)
         return key
+
+
+_of_this_process = cache(Containers)
+
+
+@asynccontextmanager
+async def container(
+    image: str = "", files: Mapping[str, str | bytes] | None = None, **limits: Any
+) -> AsyncIterator[Container]:
+    """Open a container of this machine's runtime for an environment of the user's (`echo2.container`). Behind the block
+    it ends, with all that runs in it. `image`: of podman and docker; others have none. `files`: put where commands run,
+    by relative path. `limits`: as in `ContainerLimits`.
+
+    Raises:
+        ContainerFault: this machine has no containers, or its runtime fails.
+        UserError: the runtime needs an image, or a path leads out of the container's folder.
+    """
+    containers = _of_this_process(await asyncio.to_thread(find_runtime))
+    if not image and containers.runtime in IMAGES:
+        raise UserError(f"{containers.runtime} needs an image: echo2.container(image='python:3.12-slim').")
+    given = {name: (text.encode() if isinstance(text, str) else text, False) for name, text in (files or {}).items()}
+    directory = "" if containers.runtime in IMAGES and not given else "/app"
+    opened = await containers.open(Image(directory, given, image), ContainerLimits(**limits))
+    try:
+        yield opened
+    finally:
+        await opened.close()
 
 
 def _stale_folders() -> list[str]:
