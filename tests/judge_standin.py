@@ -62,6 +62,8 @@ class JudgeStandIn:
             return int(status), headers, json.dumps({"error": {"message": f"as the test wants: {fault}"}}).encode()
         if fault == "no json":
             return 200, {}, b"\xff{" * 9
+        if fault == "with a web page":
+            return 200, {"content-type": "text/html; charset=utf-8"}, b"<!doctype html><title>Sign in</title>"
         if fault == "oversized":
             return 200, {}, b" " * (3 << 20)
         text = verdict_of(question)

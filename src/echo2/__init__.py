@@ -3,6 +3,7 @@
     run = echo2.train(model, tasks, reward)     train, with a progress bar (api/run.py)
     run = echo2.start(model, tasks, reward)     the same in the background
     run = echo2.load(directory)                 open an existing run
+    echo2.container(image, files)               where an environment's commands run (sandbox/containers.py)
 
 The functions are imported on first use: importing this package loads nothing else.
 """
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
     from echo2.api.run import load as load
     from echo2.api.run import start as start
     from echo2.api.run import train as train
+    from echo2.sandbox.containers import container as container
 
 __version__ = "0.2.0"
-_API = {"Run": "echo2.api.run", "load": "echo2.api.run", "start": "echo2.api.run", "train": "echo2.api.run"}
+_API = {
+    **dict.fromkeys(("Run", "load", "start", "train"), "echo2.api.run"),
+    "container": "echo2.sandbox.containers",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -99,8 +99,9 @@ def test_example_can_be_played(name: str, checkout: Path, monkeypatch: pytest.Mo
 
 
 # A log's rollouts are right or wrong already (test_examples_poker.py looks at them); others are played, as above.
-# A judge is asked in test_judge_real.py, test_tasks_harbor.py works in a shell, and an agent plays in test_agents.py.
-NOT_ANSWERED = ("poker", "sokoban", "own_environment", "calculator", "terminal", "judge", "agents")
+# A judge is asked in test_judge_real.py, shells are worked in by test_tasks_harbor.py and test_examples_own_shell.py,
+# and an agent plays in test_agents.py.
+NOT_ANSWERED = ("poker", "sokoban", "own_environment", "own_shell", "calculator", "terminal", "judge", "agents")
 ANSWERED = [path for path in PATHS if path.stem not in NOT_ANSWERED]
 NAMES = [str(path.relative_to(path.parents[1]).with_suffix("")) for path in ANSWERED]
 

@@ -11,6 +11,7 @@ import pytest
 
 from echo2 import config as configuration
 from echo2.cli import main
+from echo2.core.errors import UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.fake_engine import FakeDecoder
@@ -162,6 +163,15 @@ def test_a_full_disk_ends_an_evaluation_in_one_line(
     monkeypatch.setattr(evaluate, "load_engine", fake_engine)
     assert main(["eval", str(path), "--to", str(full_disk / "all.jsonl")]) == 3
     assert f"error: Cannot write {full_disk / 'all.jsonl'}: No space left on device." in capsys.readouterr().err
+
+
+def test_a_sampler_that_ends_leaves_no_engine_at_work() -> None:
+    """Where a harness's time is over, its thread may be within torch, and the interpreter would abort at its end."""
+    raw: dict[str, Any] = {"tasks": {"source": "digit_sorting"}, "sampling": {"group_size": 3, "max_tokens": 4}}
+    sampler = LocalSampler(configuration.build(raw, "test"), "train", *fake_engine())
+    asyncio.run(sampler.aclose())
+    with pytest.raises(UserError, match="engine is closed"):
+        asyncio.run(sampler.sample(range(4, 6)))
 
 
 def test_training_tasks_are_sampled_as_groups() -> None:

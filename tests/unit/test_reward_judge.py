@@ -180,7 +180,7 @@ def test_a_request_that_hangs_is_made_again() -> None:
         assert scores(standin, "1", seconds=5.0) == [0.1]
 
 
-@pytest.mark.parametrize("fault", ["307", "401", "403", "404", "500", "503"])
+@pytest.mark.parametrize("fault", ["307", "401", "403", "404", "500", "503", "with a web page"])
 def test_a_judge_that_is_down_pauses_the_run_which_resumes_by_itself(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -285,6 +285,19 @@ def test_strangers_and_invalid_requests_are_refused(engine: Engine, monkeypatch:
     group_of(played(engine, attack))
 
 
+def test_a_body_that_is_too_large_is_refused_in_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a sender that is still sending, as with a huge observation."""
+    monkeypatch.setattr(http, "BODY_BYTES_MAX", 1 << 20)
+
+    async def attack(model: LoopbackModel, rng: random.Random) -> float:
+        with pytest.raises(UserError, match="refused: a body of more than 1048576 bytes"):
+            await model.chat([{"role": "user", "content": "x" * (17 << 20)}])
+        await model.generate([2, 3], max_tokens=1, stop_token_ids=[END])
+        return 1.0
+
+    group_of(played(engine, attack))
+
+
 async def _models(model: LoopbackModel) -> dict[str, Any]:
     host, port = model.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -17,7 +17,7 @@ from agent_cases import AGENTS_TOKENIZER, ScriptedEngine, sampled, texts, traine
 from container_cases import image_for, needs
 from echo2.core.errors import UserError
 from echo2.core.types import Task
-from echo2.engines.engine import RequestFailure
+from echo2.engines.engine import Outcome, RequestFailure, SampleRequest
 from echo2.sandbox.containers import IMAGES, Containers, ImageContainer, find_runtime
 from echo2.sandbox.programs import ContainerFault, ContainerLimits
 from echo2.tasks import harbor_play
@@ -363,6 +363,27 @@ def test_a_rollout_out_of_room_or_time_is_scored_in_its_state(tmp_path: Path, mo
     brief = make_task(tmp_path, "brief", f"{TOML}[agent]\ntimeout_sec = 0.5\n")
     outcome, _ = outcome_of(play, brief, lambda prompt: calls("sleep 100"))
     assert {row.reward_parts["environment"] for rows in group_of(outcome).by_rollout for row in rows} == {1.0}
+
+
+class Silent(ScriptedEngine):
+    """Is at its first token for ever."""
+
+    def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
+        return asyncio.get_running_loop().create_future()
+
+
+@bubblewrap
+def test_a_task_whose_time_is_over_before_an_answer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a slow machine: the tests have nothing to score."""
+    play = play_with("bubblewrap", monkeypatch)
+    row = read_task(make_task(tmp_path, "brief", f"{TOML}[agent]\ntimeout_sec = 0.2\n"))
+
+    async def plays(model: LoopbackModel, rng: Any) -> float:
+        return await play(row, 1, model)
+
+    failure = failure_of(played(Silent(str), plays, AGENTS_TOKENIZER))
+    assert failure.reason == "environment_failed"
+    assert "brief: agent.timeout_sec = 0.2 was over before the model's first answer" in failure.detail
 
 
 def test_a_fault_of_the_runtime_loses_the_rollout_by_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

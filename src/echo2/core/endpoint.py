@@ -1,9 +1,9 @@
 """An HTTP endpoint that the run needs and does not run: a judge, a teacher. A request fails in one of three ways:
 
     busy     429, or 503 with Retry-After: all requests wait as long as it says or longer, and nothing is counted
-    down     401, 403, 404, 5xx, no connection, no answer in time: one small request after the other is made until one
-             is answered, and all others wait. Then the request is made again, so many times in all: what fails so
-             often beside an endpoint that answers is itself at fault
+    down     401, 403, 404, 5xx, a web page, no connection, no answer in time: one small request after the other is
+             made until one is answered, and all others wait. Then the request is made again, so many times in all:
+             what fails so often beside an endpoint that answers is itself at fault
     unfit    400, or an answer that cannot be used: the same, without the wait
 
 An answer is untrusted: its bytes are bounded, and what is quoted of it is printable and short.
@@ -176,7 +176,7 @@ class Endpoint:
         sent = asyncio.Event()
         try:
             async with asyncio.timeout(self._seconds):
-                status, retry_after, data = await self._exchange(path, body, bytes_max, sent)
+                status, headers, data = await self._exchange(path, body, bytes_max, sent)
             sent.clear()
         except TimeoutError as error:
             raise DownEndpoint(f"it gave no answer within {self._limit} = {self._seconds:g}") from error
@@ -185,11 +185,13 @@ class Endpoint:
         finally:
             if sent.is_set() and body is not None:
                 self._on_unanswered(body)
+        said = printable(data[: 4 * SAID_CHARS].decode(errors="replace"), SAID_CHARS)
         if 200 <= status < 300:
+            if headers.get("content-type", "").startswith("text/html"):  # of a proxy, or at another address
+                raise DownEndpoint(f"it answers with a web page: {said}")
             self.num_answers, self._num_busy = self.num_answers + 1, 0
             return data
-        said = data[: 4 * SAID_CHARS].decode(errors="replace")
-        words = f"it answers {status}: " + printable(said, SAID_CHARS)
+        words, retry_after = f"it answers {status}: {said}", headers.get("retry-after", "")
         if status in (401, 403):
             words += f"; {self._about_key}: stop the run, set it, and continue with --resume"
         if status == 429 or (status == 503 and retry_after):
@@ -228,9 +230,9 @@ class Endpoint:
 
     async def _exchange(
         self, path: str, body: bytes | None, bytes_max: int, sent: asyncio.Event
-    ) -> tuple[int, str, bytes]:
-        """Return status, Retry-After and answer: cut off where it is too long, and without the key, which some repeat
-        and messages would quote. `sent` is set when the request has left."""
+    ) -> tuple[int, httpx2.Headers, bytes]:
+        """Return status, headers and answer: cut off where it is too long, and without the key, which some repeat and
+        messages would quote. `sent` is set when the request has left."""
 
         async def trace(moment: str, _: object) -> None:
             if moment.endswith("send_request_body.complete"):
@@ -244,4 +246,4 @@ class Endpoint:
                 if len(read) > bytes_max:
                     break
         data = bytes(read).replace(self._key.encode(), b"***") if len(self._key) >= KEY_CHARS else bytes(read)
-        return response.status_code, response.headers.get("retry-after", ""), data
+        return response.status_code, response.headers, data

@@ -364,11 +364,12 @@ async def _read(request: Request) -> dict[str, Any]:
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
-                data += part
-                if len(data) > BODY_BYTES_MAX:
-                    raise CallRefused(413, "oversized", f"a body of more than {BODY_BYTES_MAX} bytes")
+                if len(data) <= BODY_BYTES_MAX:  # its rest is read, too, else its sender would not hear of the refusal
+                    data += part
     except TimeoutError as error:
         raise CallRefused(408, "too_slow", f"the body took longer than {BODY_SECONDS:g} s") from error
+    if len(data) > BODY_BYTES_MAX:
+        raise CallRefused(413, "oversized", f"a body of more than {BODY_BYTES_MAX} bytes")
     try:
         body = parse_json(data) if data else {}
     except ValueError as error:

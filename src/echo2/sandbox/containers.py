@@ -22,14 +22,16 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from echo2.core.background import Shared
 from echo2.core.child import ChildProcess
+from echo2.core.errors import UserError
 from echo2.sandbox import confinement
 from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, write_files
 from echo2.sandbox.programs import (
@@ -52,7 +54,11 @@ RUNTIMES = (*IMAGES, "bubblewrap", "landlock")
 PREFIX = "echo2-container-"
 STALE_SECONDS = 3600.0
 #: A container's first process: ends when our end of its stdin closes, and buries what others leave.
-FIRST = "echo up; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done"
+FIRST = 'echo "up $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
+#: Of what a runtime says before that.
+SAID_BYTES_MAX = 4096
+#: Begins a command in the folder $2. A command before it may have removed that, and docker begins in no other.
+IN_FOLDER = 'mkdir -p "$2" 2>/dev/null; cd "$2" 2>/dev/null; '
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +100,10 @@ class ImageContainer:
         if (said_no := refused(command)) is not None:
             return said_no
         main = await self._started()
-        nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "kill -9 -1 2>/dev/null; ")
+        nonce, script = secrets.token_hex(8), IN_FOLDER + WRAPPED.replace("{END}", "kill -9 -1 2>/dev/null; ")
         given = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
-        where = ["--workdir", self._directory] if self._directory else []
-        program = (self._program, "exec", *where, *given, self._name, "sh", "-c", script, nonce, command)
+        words = ("sh", "-c", script, nonce, command, self._directory)
+        program = (self._program, "exec", "--workdir", "/", *given, self._name, *words)
         output_bytes = self._limits.output_bytes + len(nonce) + 1
         status, output, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
         if not stopped and main.status is not None:
@@ -112,7 +118,8 @@ class ImageContainer:
         with tempfile.TemporaryDirectory(prefix="echo2-files-") as folder:
             source = Path(folder) / "files"
             await asyncio.to_thread(write_files, source, files)
-            await must(self._program, "exec", self._name, "sh", "-c", 'rm -rf "$0" && mkdir -p "$0"', place)
+            made_anew = ("sh", "-c", 'rm -rf "$0" && mkdir -p "$0"', place)
+            await must(self._program, "exec", "--workdir", "/", self._name, *made_anew)
             await must(self._program, "cp", f"{source}/.", f"{self._name}:{place}")
 
     async def close(self) -> None:
@@ -129,10 +136,8 @@ class ImageContainer:
             self._main = ChildProcess(("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *words), has_pipes=True)
             stream, self._lifeline = await self._main.streams()
             async with asyncio.timeout(START_SECONDS):
-                output = await stream.readline()
-                if output != b"up\n":
-                    output += await stream.read(2000)
-                    raise OSError(output.decode(errors="replace"))
+                folder = await _is_up(stream)
+            self._directory = self._directory or folder
         except (OSError, TimeoutError) as error:
             raise ContainerFault(
                 f"{self._program} does not start {self.image}: {str(error) or 'it took too long'}"
@@ -152,6 +157,23 @@ class ImageContainer:
         await Program((self._program, "kill", self._name), START_SECONDS).run()
         if self._main is not None and await self._main.ended(START_SECONDS) is None:
             raise ContainerFault(f"{self._program} did not end its container {self._name}.")
+
+
+async def _is_up(stream: asyncio.StreamReader) -> str:
+    """Wait for the first process of a container; return the folder that it is in. What the runtime says before, as that
+    swap has no limit, is no fault, unless it does without other limits.
+
+    Raises:
+        OSError: the container did not start, or without its limits.
+    """
+    said = b""
+    while not (line := await stream.readline()).startswith(b"up /"):
+        said += line
+        if not line or len(said) > SAID_BYTES_MAX:
+            break
+    if not line.startswith(b"up /") or b"ignored" in said or b"discarded" in said:
+        raise OSError(said[:SAID_BYTES_MAX].decode(errors="replace").strip())
+    return line.decode().removeprefix("up ").strip()
 
 
 def ulimits() -> list[str]:
@@ -272,6 +294,33 @@ class Containers:
                 build = (program, "build", "--quiet", "--label", "echo2", *limits, "--tag", key, str(context))
                 await must(*build, seconds=image.build_seconds)
         return key
+
+
+_of_this_process = cache(Containers)
+
+
+@asynccontextmanager
+async def container(
+    image: str = "", files: Mapping[str, str | bytes] | None = None, **limits: Any
+) -> AsyncIterator[Container]:
+    """Open a container of this machine's runtime for an environment of the user's (`echo2.container`). Behind the block
+    it ends, with all that runs in it. `image`: of podman and docker; others have none. `files`: put where commands run,
+    by relative path. `limits`: as in `ContainerLimits`.
+
+    Raises:
+        ContainerFault: this machine has no containers, or its runtime fails.
+        UserError: the runtime needs an image, or a path leads out of the container's folder.
+    """
+    containers = _of_this_process(await asyncio.to_thread(find_runtime))
+    if not image and containers.runtime in IMAGES:
+        raise UserError(f"{containers.runtime} needs an image: echo2.container(image='python:3.12-slim').")
+    given = {name: (text.encode() if isinstance(text, str) else text, False) for name, text in (files or {}).items()}
+    directory = "" if containers.runtime in IMAGES and not given else "/app"
+    opened = await containers.open(Image(directory, given, image), ContainerLimits(**limits))
+    try:
+        yield opened
+    finally:
+        await opened.close()
 
 
 def _stale_folders() -> list[str]:

@@ -20,10 +20,11 @@ START_SECONDS = 60.0  # for the runtime to start or end a container
 PRINTED_BYTES_MAX = 16 << 20  # what a command may print, whatever of it is kept
 #: Of a command: the kernel gives a program no longer argument than 128 KiB.
 COMMAND_BYTES_MAX = 120 << 10
-#: Says that the container is there, then runs the command ($1) without input; what is put for END comes last.
+#: Says that the container is there, then runs the command ($1) without input; what is put for END comes last. Output
+#: and errors are one stream from there on: docker passes two on in any order.
 WRAPPED = (
-    'echo "$0"; if command -v bash >/dev/null; then bash -c "$1" </dev/null; else sh -c "$1" </dev/null; fi; '
-    "status=$?; {END}exit $status"
+    'exec 2>&1; echo "$0"; if command -v bash >/dev/null; then bash -c "$1" </dev/null; else sh -c "$1" </dev/null; '
+    "fi; status=$?; {END}exit $status"
 )
 
 

@@ -106,11 +106,21 @@ def make_play() -> Play:
             has_network=task.has_network,
             storage_bytes=task.storage_bytes,
         )
+        talk: list[dict[str, Any]] = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": row["instruction"]},
+        ]
+        begun = len(talk)
         container = await containers.open(image, limits)
         try:
             with suppress(OutOfRoomError, TimeoutError):  # what was done until then counts
                 async with asyncio.timeout(task.agent_seconds):
-                    await _converse(model, row["instruction"], container, task, running)
+                    await _converse(model, talk, container, task, running)
+            if len(talk) == begun:
+                raise UserError(
+                    f"{task.name}: agent.timeout_sec = {task.agent_seconds:g} was over before the model's first "
+                    "answer. Raise it, or lower sampling.max_tokens."
+                )
             return await _reward(container, task, unpacked_files(row["files"], TESTS), running)
         finally:
             await container.close()
@@ -179,9 +189,9 @@ def _copied(files: Files, sources: list[str], target: str, directory: str, name:
 
 
 async def _converse(
-    model: LoopbackModel, instruction: str, container: Container, task: HarborTask, running: asyncio.Semaphore
+    model: LoopbackModel, talk: list[dict[str, Any]], container: Container, task: HarborTask, running: asyncio.Semaphore
 ) -> None:
-    talk: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": instruction}]
+    """Go on with the talk until an answer has no command."""
     while True:
         message = await model.chat(talk, tools=[TOOL])
         talk.append(message)

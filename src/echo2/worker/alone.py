@@ -151,8 +151,10 @@ class LocalSampler:
         return len(encode_prompt(self.tasks.task(cursor), self._tokenizer))
 
     async def aclose(self) -> None:
+        """End environments and engine. An interpreter that ends while its thread computes would abort."""
         for environment in self._environments.values():
             await environment.close()
+        await self._engine.close()
 
     def _assignment(self, cursor: int) -> Assignment:
         group, task = GroupRef(RUN_POLICY, self._kind, cursor), self.tasks.task(cursor)
