@@ -188,8 +188,8 @@ class Endpoint:
         if 200 <= status < 300:
             self.num_answers, self._num_busy = self.num_answers + 1, 0
             return data
-        said = data[: 4 * SAID_CHARS].decode(errors="replace")
-        words = f"it answers {status}: " + printable(said, SAID_CHARS)
+        text = data[: 4 * SAID_CHARS].decode(errors="replace")
+        words = f"it answers {status}: " + printable(text, SAID_CHARS)
         if status in (401, 403):
             words += f"; {self._about_key}: stop the run, set it, and continue with --resume"
         if status == 429 or (status == 503 and retry_after):
