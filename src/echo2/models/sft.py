@@ -209,14 +209,14 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
     copy_model(checkpoint.step_directory(working, client.step), to)
     shutil.rmtree(working)
-    found = {
+    summary = {
         "model": str(to),
         "steps": client.step,
         "loss": client.loss,
         "held_out_loss_before": client.loss_before,
         "held_out_loss": client.held_out_loss(held_out) if held_out else None,
     }
-    print(json.dumps(found) if options.json else _summary(found))
+    print(json.dumps(summary) if options.json else _summary(summary))
     return 0
 
 

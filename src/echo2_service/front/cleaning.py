@@ -187,12 +187,12 @@ class Cleaning:
         oldest = self._database.grouped(
             requests, ("tenant", "kind"), {"earliest": sql.func.min(requests.c.arrival)}, state=OPEN
         )
-        found = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
-        found[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
+        by_directory = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
+        by_directory[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
         for row in oldest:
             directory = self._storage.directory(row.tenant)
-            found[directory] = min(found.get(directory, found[ANYBODY]), row.earliest)
-        return found
+            by_directory[directory] = min(by_directory.get(directory, by_directory[ANYBODY]), row.earliest)
+        return by_directory
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
