@@ -214,7 +214,7 @@ def check_scheduler(scheduler: WorkerScheduler) -> None:
 
 def check_fetcher(fetcher: Fetcher) -> None:
     """Raise InvariantError if a chunk is asked of two, or something is under way and nothing is wanted."""
-    asked = [chunk for source in fetcher.sources.values() for chunk in source.asked]
+    asked = [chunk for source in fetcher.sources.values() for chunk in source.requested]
     if len(asked) != len(set(asked)):
         raise InvariantError("a chunk is asked of two sources")
     if fetcher.download is None:
@@ -223,7 +223,7 @@ def check_fetcher(fetcher: Fetcher) -> None:
         return
     if not fetcher.download.missing:
         raise InvariantError(f"{fetcher.download.payload} is whole and still under way")
-    if any(source.is_barred and source.asked for source in fetcher.sources.values()):
+    if any(source.is_barred and source.requested for source in fetcher.sources.values()):
         raise InvariantError("a source that is not trusted was asked")
 
 

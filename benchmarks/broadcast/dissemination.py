@@ -248,7 +248,7 @@ class Dissemination:
         if node.fetcher is None or not node.is_up:
             return
         for name, source in list(node.fetcher.sources.items()):
-            if source.asked and self._is_waiting(self.nodes[name], node):
+            if source.requested and self._is_waiting(self.nodes[name], node):
                 self._tell(node, fev.SourceAlive(name))
         self._tell(node, fev.Tick())
 
@@ -365,7 +365,7 @@ class Dissemination:
 
     def _broken(self, source: _Node, node: _Node) -> None:
         known = node.fetcher.sources.get(source.name) if node.fetcher is not None else None
-        if known is not None and known.asked:
+        if known is not None and known.requested:
             self._tell(node, fev.RequestFailed(source.name, "broken"))
 
 

@@ -27,7 +27,7 @@ from echo2.config import load
 from echo2.config.offers import Offer
 from echo2.head.fleet.decide import formulas
 from echo2.planning.first_plan import FirstPlan
-from echo2.planning.market import Wanted, known_prices, market_offers
+from echo2.planning.market import MachineFilter, known_prices, market_offers
 from echo2.planning.plan import make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
 
@@ -109,7 +109,7 @@ def planned(model: Path, kind: str, values: dict[str, float], *flags: str) -> di
     if values["train"] != 1.0:
         words += ["--train-seconds", f"{first.train_seconds()[0] * values['train']:g}"]
     if {values["rate"], values["wage"], values["links"]} != {1.0}:
-        offers, _ = first.offers(market_offers(known_prices()[0], Wanted(spot=spot, gpus=(name,), count=256)))
+        offers, _ = first.offers(market_offers(known_prices()[0], MachineFilter(spot=spot, gpus=(name,), count=256)))
         (model / "offers.toml").write_text("".join(varied_offer(one, values) for one in offers))
         words += ["--offers", str(model / "offers.toml")]
     words += [word for key, value in overrides.items() for word in (f"--{key}", value)]

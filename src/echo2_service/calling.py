@@ -166,7 +166,7 @@ class AnsweringProcess:
                 status = await process.ended() if is_readable else 1
                 process.kill()  # with what it started
                 if not self._is_closing:
-                    words = last_words(process.said(TAIL_BYTES)) if status not in WORDLESS else ""
+                    words = last_words(process.log_tail(TAIL_BYTES)) if status not in WORDLESS else ""
                     log.warning("%s", f"the {self._name} {ending(status)} and is started again: {words}".rstrip(": "))
             except OSError as error:  # no descriptor, no memory, or no room for the log
                 log.warning("the %s cannot be started, trying again: %s", self._name, error)
@@ -250,7 +250,7 @@ def begin(name: str) -> tuple[BinaryIO, Callable[[Answer], None]]:
     inbox, outbox = take_pipes()
     logs.start(name)
 
-    def tell(answer: Answer) -> None:
+    def send(answer: Answer) -> None:
         try:
             data = frame(answer)
         except PeerError as error:  # too large
@@ -258,7 +258,7 @@ def begin(name: str) -> tuple[BinaryIO, Callable[[Answer], None]]:
         outbox.write(data)
         outbox.flush()
 
-    return inbox, tell
+    return inbox, send
 
 
 def failed(number: int, error: Exception, doing: str) -> Answer:
@@ -282,17 +282,17 @@ def failed(number: int, error: Exception, doing: str) -> Answer:
 
 def serve(name: str, carry_out: Callable[[Call, int], Answer]) -> None:
     """Be a process that answers one call after the other, until its parent is gone."""
-    inbox, tell = begin(name)
+    inbox, send = begin(name)
 
     def take(request: Request) -> None:
         call, number = request.call, request.number
         if isinstance(call, CancelCall):
             return  # it comes too late, and is not a call
-        tell(Answer(number, has_begun=True))
+        send(Answer(number, has_begun=True))
         try:
-            tell(carry_out(call, number))
+            send(carry_out(call, number))
         except Exception as error:  # later calls are answered
-            tell(failed(number, error, type(call).__name__))
+            send(failed(number, error, type(call).__name__))
 
     receive(inbox, take)
 

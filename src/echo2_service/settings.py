@@ -64,8 +64,8 @@ class Tariff:
         """Read the file again if it has changed, and no more since the last call: half of a file may be one without
         prices and quotas. A file with a mistake, or none, changes nothing, which the log says.
         """
-        seen, self._seen = self._seen, self._version()
-        if self._seen == self._read or self._seen != seen or self._file is None:
+        previous, self._seen = self._seen, self._version()
+        if self._seen == self._read or self._seen != previous or self._file is None:
             return
         self._read = self._seen
         if self._seen == GONE:

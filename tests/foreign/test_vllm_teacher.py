@@ -17,7 +17,7 @@ import pytest
 from echo2.core.errors import UserError
 from echo2.engines.servers.vllm import CPU_VARIABLES, OWN_VARIABLES
 from echo2.engines.tokenizer import Tokenizer, load_tokenizer
-from echo2.learner.link.teacher_endpoint import Said, TeacherEndpoint, greeted
+from echo2.learner.link.teacher_endpoint import TeacherAnswer, TeacherEndpoint, greeted
 from real_runs import REPOSITORY, free_port
 from rollout_cases import VOCAB, hf_logits, plain_tokenizer, tiny_module, tokenizer_files
 
@@ -65,8 +65,10 @@ def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.5)
 
 
-def said(url: str, tokenizer: Tokenizer, top_k: int, rows: list[tuple[list[int], list[int], bytes]]) -> list[Said]:
-    async def ask() -> list[Said]:
+def said(
+    url: str, tokenizer: Tokenizer, top_k: int, rows: list[tuple[list[int], list[int], bytes]]
+) -> list[TeacherAnswer]:
+    async def ask() -> list[TeacherAnswer]:
         teacher = TeacherEndpoint(url, VOCAB, top_k)
         try:
             await teacher.greet(tokenizer)

@@ -116,30 +116,30 @@ def test_a_fleet_answers_as_one_process_does_whatever_is_killed(tmp_path: Path) 
         await service.door.open()
         service.start_machine("a")
         service.start_machine("b", "--base", str(tmp_path / "base"))
-        await until(lambda: len(service.door.told()["machines"]) == 2, service)
+        await until(lambda: len(service.door.status()["machines"]) == 2, service)
         assert (await sample(backend, adapter), await sample(backend, None)) == alone
-        done = [machine["sampled"] for machine in service.door.told()["machines"].values()]
+        done = [machine["sampled"] for machine in service.door.status()["machines"].values()]
         assert min(done) > 0, "one machine had nothing to do"
         assert sum(done) == 2 * 2 * 30, "this machine's own process had a share, though the fleet had room"
         is_killed = asyncio.Event()
         under_load = asyncio.create_task(sample_until(is_killed, backend, adapter))
-        await until(lambda: any(each["under_way"] for each in service.door.told()["machines"].values()), service)
+        await until(lambda: any(each["under_way"] for each in service.door.status()["machines"].values()), service)
         service.machines["a"].kill()
         service.machines["a"].wait()
         is_killed.set()
         again = await sample(backend, adapter, 200)
         assert all(found == again for found in await under_load)
-        await until(lambda: len(service.door.told()["machines"]) == 1, service)
+        await until(lambda: len(service.door.status()["machines"]) == 1, service)
         service.start_machine("a")  # the same machine: it is known by its key, and has the weights
-        await until(lambda: len(service.door.told()["machines"]) == 2, service)
+        await until(lambda: len(service.door.status()["machines"]) == 2, service)
         assert await sample(backend, adapter, 200) == again
         service.machines["b"].terminate()
         assert await asyncio.to_thread(service.machines["b"].wait) == 0
-        await until(lambda: len(service.door.told()["machines"]) == 1, service)
+        await until(lambda: len(service.door.status()["machines"]) == 1, service)
         await service.close()
         service.open()  # the service is started again: the machine comes back by itself
         await service.door.open()
-        await until(lambda: len(service.door.told()["machines"]) == 1, service)
+        await until(lambda: len(service.door.status()["machines"]) == 1, service)
         assert await sample(service.backend, adapter, 200) == again
 
     asyncio.run(with_a_service(tmp_path, check))
@@ -150,12 +150,12 @@ def test_a_tenants_mistakes_raise_errors_and_tickets_of_others_are_refused(tmp_p
     async def check(service: Service) -> None:
         await service.door.open()
         service.start_machine("a")
-        await until(lambda: len(service.door.told()["machines"]) == 1, service)
+        await until(lambda: len(service.door.status()["machines"]) == 1, service)
         with pytest.raises(UserError, match="num_samples"):
             await service.backend.sample("tiny", None, SampleSpec(array("i", [1]), 0))
         with pytest.raises(UserError, match="nothing"):
             await service.backend.sample("tiny", tmp_path / "nothing", SampleSpec(array("i", [1])))
-        assert len(service.door.told()["machines"]) == 1
+        assert len(service.door.status()["machines"]) == 1
         service.start_machine("b", "--engine", "vllm")
         assert await asyncio.to_thread(service.machines["b"].wait) == 2
         assert "A service samples with the engine compact" in service.logs()

@@ -50,10 +50,10 @@ def test_the_owner_learns_of_the_childs_end_with_its_last_output(tmp_path: Path)
     code = "import sys; print('x' * 1000, file=sys.stderr); print('last words', file=sys.stderr); sys.exit(3)"
     child = ChildProcess([*PYTHON, code], log_path=log, on_end=heard.set_result)
     assert (child.wait(60.0), heard.result(60.0), child.status) == (3, 3, 3)
-    assert child.said(11) == b"last words\n"
-    assert child.said(1 << 20).startswith(b"xxx"), "what another process wrote before is not its own"
+    assert child.log_tail(11) == b"last words\n"
+    assert child.log_tail(1 << 20).startswith(b"xxx"), "what another process wrote before is not its own"
     log.write_bytes(b"cut\n")
-    assert child.said(100) == b"cut\n"
+    assert child.log_tail(100) == b"cut\n"
     assert ending(child.status) == "exited with status 3"
 
 

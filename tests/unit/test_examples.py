@@ -75,8 +75,8 @@ def test_the_example_of_a_judge_shows_it_the_right_answer(checkout: Path, monkey
     monkeypatch.chdir(checkout)
     settings = config.load(Path("examples/judge.toml"))
     task = TaskStream(load_tasks(settings.tasks.source, settings.tasks.params, 0), 0, True).task(0)
-    assert settings.reward.asked is not None
-    asked = question(settings.reward.asked.rubric, task, ["x"])
+    assert settings.reward.judge_config is not None
+    asked = question(settings.reward.judge_config.rubric, task, ["x"])
     assert task.columns["answer"] in asked[0]["content"]
 
 

@@ -201,7 +201,7 @@ def run(head: ScriptedHead, trainer: GrpoClient, root: Path, **options: Any) -> 
     trainer.resume(root)
     info = LearnerInfo("cpu", trainer.policy.vocab_size)
     publisher = Publisher(root / "learner")
-    session = HeadSession(connect, trainer.version, info, publisher, patience_seconds, hear=trainer.hear)
+    session = HeadSession(connect, trainer.version, info, publisher, patience_seconds, on_group=trainer.prepare)
     head.session = session
     try:
         return train(trainer, session, root, card)

@@ -21,7 +21,7 @@ from learner_cases import (
     write_tokenizer,
 )
 from teacher_standin import TeacherStandIn
-from test_learner_asked_teachers import likely, standin_of, tokenizer_files_in
+from test_learner_endpoint_teachers import likely, standin_of, tokenizer_files_in
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from echo2.cli import main
 from echo2.core.errors import UserError
 from echo2.planning import market
-from echo2.planning.market import Wanted, from_catalogue, known_prices, market_offers, rent_commands
+from echo2.planning.market import MachineFilter, from_catalogue, known_prices, market_offers, rent_commands
 from first_plans import QWEN3_8B, write
 
 #: As gpuhunt gives them: name, memory, price, number, spot, region.
@@ -44,22 +44,22 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_catalogue_becomes_prices_of_gpus_that_are_known() -> None:
     prices = from_catalogue(ITEMS, date(2026, 11, 20))
     assert [one.gpu for one in prices] == ["RTX-4090", "RTX-4090", "A100-80GB", "A100-40GB", "RTX-A6000"]
-    offers = {one.name: one for one in market_offers(prices, Wanted(count=7))}
+    offers = {one.name: one for one in market_offers(prices, MachineFilter(count=7))}
     assert offers["rtx4090-vastai"].price_usd_per_hour == 0.3
     assert offers["rtx4090-vastai"].count == 7
     assert offers["a10080gb-runpod-spot"].mean_life_hours > 0
-    assert [one.name for one in market_offers(prices, Wanted(spot="yes"))] == ["a10080gb-runpod-spot"]
-    norway = market_offers(prices, Wanted(region="norway"))
+    assert [one.name for one in market_offers(prices, MachineFilter(spot="yes"))] == ["a10080gb-runpod-spot"]
+    norway = market_offers(prices, MachineFilter(region="norway"))
     assert [(one.price_usd_per_hour, "--infra vast/Norway" in one.rent) for one in norway] == [(0.4, True)]
-    assert [one.gpu for one in market_offers(prices, Wanted(gpus=("a100",)))] == ["A100-80GB"]
-    assert {one.gpu for one in market_offers(prices, Wanted(memory_gb=45))} == {"A100-80GB", "RTX-A6000"}
-    assert [one.name for one in market_offers(prices, Wanted(providers=("AWS", "vast")))] == ["a10040gb-aws"]
+    assert [one.gpu for one in market_offers(prices, MachineFilter(gpus=("a100",)))] == ["A100-80GB"]
+    assert {one.gpu for one in market_offers(prices, MachineFilter(memory_gb=45))} == {"A100-80GB", "RTX-A6000"}
+    assert [one.name for one in market_offers(prices, MachineFilter(providers=("AWS", "vast")))] == ["a10040gb-aws"]
     for wanted in (
-        Wanted(region="Mars"),
-        Wanted(gpus=("B200",)),
-        Wanted(count=0),
-        Wanted(gpus=("GTX 1",)),
-        Wanted(memory_gb=200),
+        MachineFilter(region="Mars"),
+        MachineFilter(gpus=("B200",)),
+        MachineFilter(count=0),
+        MachineFilter(gpus=("GTX 1",)),
+        MachineFilter(memory_gb=200),
     ):
         with pytest.raises(UserError, match=r"--region Mars|--gpus|--each 0|--memory-gb 200. It has"):
             market_offers(prices, wanted)
@@ -104,7 +104,7 @@ def test_a_plan_without_offers_file_uses_the_market_and_rents_it(
 
 
 def test_rent_commands_are_those_of_the_offers() -> None:
-    offers = market_offers(from_catalogue(ITEMS, date(2026, 11, 20)), Wanted())
+    offers = market_offers(from_catalogue(ITEMS, date(2026, 11, 20)), MachineFilter())
     told = rent_commands(offers, {"rtx4090-vastai": 3})
     assert "for n in $(seq 3); do sky launch" in told
     assert "a100" not in told

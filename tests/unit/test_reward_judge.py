@@ -486,6 +486,6 @@ def test_the_reward_and_its_table_belong_together() -> None:
         with pytest.raises(UserError, match="belong together"):
             build({"reward": reward}, "my.toml")
     judged = {"functions": ["judge"], "judge": table}
-    assert build({"reward": judged}, "my.toml").reward.asked == read_judge(table)
+    assert build({"reward": judged}, "my.toml").reward.judge_config == read_judge(table)
     with pytest.raises(UserError, match="win half of the time"):
         build({"reward": judged, "eval": {"source": "rows.jsonl"}}, "my.toml")

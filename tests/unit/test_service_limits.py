@@ -417,10 +417,10 @@ def data_in_memory(server: FrontServer, client: Client) -> None:
     model = client.model(client.session())
     server.in_front(server.backend.gate.clear)
     futures = [client.ok("forward_backward", training(model, [datum(40)], number)) for number in range(1, 30)]
-    assert server.front.dispatcher._given._num_bytes <= limits.DATA_BYTES_MAX
+    assert server.front.dispatcher._parsed_bodies._num_bytes <= limits.DATA_BYTES_MAX
     server.in_front(server.backend.gate.set)
     assert len({client.result(future)["metrics"]["loss:sum"] for future in futures}) == 1
-    assert server.front.dispatcher._given._num_bytes == 0
+    assert server.front.dispatcher._parsed_bodies._num_bytes == 0
 
 
 #: By the names of a limit's values (with a dot: settings): an attack, and smaller values where the real ones would take

@@ -41,7 +41,7 @@ def test_a_call_is_under_way_once_or_waits_where_nothing_has_room(seed: int) -> 
             case 4 if len(slots) > 1:
                 name = rng.choice(sorted(slots.keys() - {LOCAL}))
                 del slots[name]
-                placing.left(name)
+                placing.remove(name)
                 gone += [each for each, (at, _) in where.items() if at == name and each not in gone]
             case 5 if gone:
                 back = gone.pop(rng.randrange(len(gone)))
@@ -100,7 +100,7 @@ def test_a_call_that_machines_die_of_ends_on_this_one() -> None:
         ((_, name),) = placing.place()
         tried.append(name)
         if name != LOCAL:
-            placing.left(name)
+            placing.remove(name)
             placing.came_back(1)
     assert tried == ["a", "b", "c", LOCAL]
 

@@ -43,7 +43,7 @@ def test_each_chunk_is_taken_once_whoever_is_free_and_whatever_can_not_be_read(s
     asked = [bytes([at]) for at in range(rng.randint(0, 30))]
     dealing, to_come, taken = Dealing(asked), list(asked), Counter[bytes]()
     rng.shuffle(to_come)
-    while dealing.wanted:
+    while dealing.remaining:
         if to_come and (not dealing.ready or rng.random() < 0.5):
             dealing.arrived(to_come.pop())
             continue
@@ -53,7 +53,7 @@ def test_each_chunk_is_taken_once_whoever_is_free_and_whatever_can_not_be_read(s
             to_come.append(chunk)
         else:
             taken[chunk] += 1
-        assert set(dealing.ready) <= dealing.wanted.keys(), f"seed {seed}"
+        assert set(dealing.ready) <= dealing.remaining.keys(), f"seed {seed}"
     assert taken == Counter(asked), f"seed {seed}"
 
 

@@ -90,7 +90,7 @@ class Fleet:
     def announce(self, newest: SnapshotRef, names: list[str]) -> None:
         """As the planner does and then its effects."""
         for name in names:
-            self.workers[name].told = newest
+            self.workers[name].announced = newest
         self.distribution.announce(newest, names)
 
 

@@ -128,7 +128,7 @@ class Head:
     async def publish(self, manifest: Manifest, chunks: Mapping[bytes, memoryview]) -> None:
         assert self.worker is not None
         await self.archive.take(await stored(self, (manifest, chunks)))
-        self.worker.told = manifest.ref
+        self.worker.announced = manifest.ref
         self.distribution.announce(manifest.ref, [self.worker.worker_id])
 
     async def close(self) -> None:

@@ -253,7 +253,7 @@ class Run:
             is_fine = outcome["kind"] in ("", "finished") or outcome["reason"] in STOP_WORDS.values()
             is_mistake, error = outcome["kind"] in MISTAKES, None
         else:
-            status, error = self._process.status, last_error(self._process.said(TAIL_BYTES))
+            status, error = self._process.status, last_error(self._process.log_tail(TAIL_BYTES))
             is_fine, is_mistake = status in FINE_STATUSES, status == UserError.exit_status
         if not is_fine:
             reason = error or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"

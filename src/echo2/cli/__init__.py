@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     options, unknown = parser.parse_known_args(arguments)
-    options.given = sys.argv[1:] if arguments is None else arguments
+    options.argv = sys.argv[1:] if arguments is None else arguments
     try:
         if options.takes_settings:
             refuse_unknown_settings(word for word in unknown if not _near_flag(word, options.parser, 0.8))

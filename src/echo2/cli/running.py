@@ -142,7 +142,7 @@ def _run(options: argparse.Namespace) -> int:
     from echo2.launch.start import directory, how_to_continue, run
 
     fetched = ["run", f"{options.out}/config.json", "--out", str(options.out)]
-    then = how_to_continue(fetched if options.resume_from else options.given)
+    then = how_to_continue(fetched if options.resume_from else options.argv)
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
     target = _target(options, options.config, has_learner=not options.no_learner, has_workers=True)
     if target is None:

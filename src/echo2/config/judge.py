@@ -78,7 +78,7 @@ def read_judge(table: Mapping[str, Any]) -> JudgeConfig:
             f"reward.judge.budget_usd = {judge.budget_usd:g} would never be spent: usd_per_mtok is 0. Set the prices "
             "of a million tokens read and written, as in [0.15, 0.6]."
         )
-    if taken := judge.params.keys() & {"model", "messages", "n", "stream"}:
-        raise UserError(f"reward.judge.params has {min(taken)!r}, which every request has already. Leave it out.")
+    if fixed := judge.params.keys() & {"model", "messages", "n", "stream"}:
+        raise UserError(f"reward.judge.params has {min(fixed)!r}, which every request has already. Leave it out.")
     judge.columns  # noqa: B018  checked when it is read
     return judge

@@ -186,14 +186,14 @@ def _check_lora(config: Config) -> None:
 
 def _check_quantised(config: Config) -> None:
     learner, rank = config.learner, config.lora.rank
-    given = f"learner.quantised = {learner.quantised!r}"
+    setting = f"learner.quantised = {learner.quantised!r}"
     if learner.quantised == "base" and not rank:
-        raise UserError(f"{given}, and lora.rank = 0 trains the whole model. Set lora.rank, or quantise the moments.")
+        raise UserError(f"{setting}, and lora.rank = 0 trains the whole model. Set lora.rank, or quantise the moments.")
     if learner.quantised == "moments" and rank:
-        raise UserError(f"{given}, and an adapter's moments are small (lora.rank = {rank}). Leave it out.")
+        raise UserError(f"{setting}, and an adapter's moments are small (lora.rank = {rank}). Leave it out.")
     if learner.quantised != "none" and learner.ranks > 1:
         raise UserError(
-            f"{given} with learner.ranks = {learner.ranks}: what is quantised is not cut over ranks. Set "
+            f"{setting} with learner.ranks = {learner.ranks}: what is quantised is not cut over ranks. Set "
             "learner.ranks = 1, or leave learner.quantised out: ranks share the weights and moments instead."
         )
 
@@ -246,7 +246,7 @@ def _check_endpoints(config: Config) -> None:
 
 def _check_judge(config: Config) -> None:
     """A judge is asked, and scores what is not only compared."""
-    functions, judge = config.reward.functions, config.reward.asked
+    functions, judge = config.reward.functions, config.reward.judge_config
     if any(weighted(entry)[1] == "judge" for entry in functions) != (judge is not None):
         raise UserError(
             f'reward.functions = {functions} with reward.judge = {config.reward.judge}: the reward "judge" and its '

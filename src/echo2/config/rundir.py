@@ -129,10 +129,10 @@ def check_directory(path: Path, resume: bool) -> None:
     Raises:
         UserError: it can't be a directory, it holds a run and `resume` is False, or there is nothing to resume.
     """
-    found = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not found.is_dir():
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
         raise UserError(
-            f"{path} cannot be a run directory: {found} is a file. Choose another directory with --out DIR."
+            f"{path} cannot be a run directory: {nearest} is a file. Choose another directory with --out DIR."
         )
     if holds_run(path) and not resume:
         raise UserError(

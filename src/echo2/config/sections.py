@@ -172,7 +172,7 @@ class RewardConfig:
     ] = field(default_factory=dict)
 
     @property
-    def asked(self) -> JudgeConfig | None:
+    def judge_config(self) -> JudgeConfig | None:
         """The judge; None: there is none."""
         return read_judge(self.judge) if self.judge else None
 

@@ -119,26 +119,30 @@ def read_divergence(table: Mapping[str, int | float]) -> Divergence:
     except msgspec.ValidationError as error:
         complaint, _, key = str(error).partition(" - at `$.")
         name = "distill.divergence" + f".{key}".rstrip(".`")
-        given = f"{name} = {table.get(key.rstrip('`'), dict(table))!r}"
-        raise UserError(f"{given}: {complaint[0].lower()}{complaint[1:]}. Write {{top_k = 64, beta = 1.0}}.") from error
+        setting = f"{name} = {table.get(key.rstrip('`'), dict(table))!r}"
+        raise UserError(
+            f"{setting}: {complaint[0].lower()}{complaint[1:]}. Write {{top_k = 64, beta = 1.0}}."
+        ) from error
 
 
-def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
-    """The parameters of a loss, `given` in place of its defaults.
+def loss_params(loss: str, params: Mapping[str, float]) -> dict[str, float]:
+    """The parameters of a loss, `params` in place of its defaults.
 
     Raises:
         UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
     """
     if loss not in LOSS_PARAMS:
         raise UserError(f"learner.loss = {loss!r}: expected one of {', '.join(LOSS_PARAMS)}.")
-    known = LOSS_PARAMS[loss]
-    for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} takes {', '.join(known) or 'none'}.{hint}")
+    defaults = LOSS_PARAMS[loss]
+    for name, value in params.items():
+        if name not in defaults:
+            hint = did_you_mean(name, defaults)
+            raise UserError(
+                f"learner.loss_params.{name}: the loss {loss!r} takes {', '.join(defaults) or 'none'}.{hint}"
+            )
         if not math.isfinite(value) or value < 0.0:
             raise UserError(f"learner.loss_params.{name} = {value}: expected a number >= 0.")
-    values = {**known, **given}
+    values = {**defaults, **params}
     for low, high in (("low", "high"), ("floor", "cap")):
         if values.get(low, 0.0) > values.get(high, math.inf):
             raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")

@@ -120,5 +120,5 @@ def network(host: str) -> str:
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Raises ValueError: not an address."""
-    found = ipaddress.ip_address(host)
-    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
+    address = ipaddress.ip_address(host)
+    return (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address

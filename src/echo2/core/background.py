@@ -94,11 +94,11 @@ def unforeseen(log: logging.Logger, doing: str) -> Callable[[BaseException], Non
     unless it is one of echo2's own errors, which callers expect.
     """
 
-    def hear(error: BaseException) -> None:
+    def log_error(error: BaseException) -> None:
         if not isinstance(error, Echo2Error):
             log.error("%s failed", doing, exc_info=error)
 
-    return hear
+    return log_error
 
 
 class Shared(Generic[K, T]):
@@ -123,11 +123,11 @@ class Shared(Generic[K, T]):
 
     def _begun(self, key: K) -> asyncio.Task[T]:
         work = awaited(self._make(key))
-        hear = unforeseen(log, "what several asked for")
+        log_error = unforeseen(log, "what several asked for")
 
         def ended(_: asyncio.Task[T]) -> None:  # all who asked may have given up before it fails
             if not work.cancelled() and (error := work.exception()) is not None:
-                hear(error)
+                log_error(error)
 
         work.add_done_callback(ended)
         return work

@@ -121,7 +121,7 @@ class ChildProcess:
             raise
         return answers, asyncio.StreamWriter(writing, protocol, None, loop)
 
-    def said(self, bytes_max: int) -> bytes:
+    def log_tail(self, bytes_max: int) -> bytes:
         """Return the end of what it wrote to its log; empty if there is none. The log may have been cut meanwhile."""
         return b"" if self._log_path is None else log_end(self._log_path, bytes_max, self._log_start)
 

@@ -206,8 +206,8 @@ def _other_accelerator() -> tuple[str, int]:
     """Return the kind of accelerator that torch finds here, and how many there are; the CPU if it finds none."""
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return ("cpu", 1) if found is None else (found.type, max(1, torch.accelerator.device_count()))
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return ("cpu", 1) if device is None else (device.type, max(1, torch.accelerator.device_count()))
 
 
 def exact(values: torch.Tensor) -> torch.Tensor:

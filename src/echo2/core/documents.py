@@ -46,18 +46,18 @@ def half_character(value: Any) -> str:
     """Return a sentence that names the first text in a JSON value, or key, with half of a surrogate pair; empty: there
     is none. JSON can write half a pair (`"\\ud800"`), and Python reads it, but no UTF-8 and no tokenizer can.
     """
-    left = [("", value)]
-    while left:
-        place, one = left.pop()
+    pending = [("", value)]
+    while pending:
+        place, one = pending.pop()
         texts = [one] if isinstance(one, str) else one if isinstance(one, dict) else ()
         if any(_SURROGATE.search(text) for text in texts):
             named = place.encode(errors="backslashreplace").decode() or "the body"
             what = "has a key with" if isinstance(one, dict) else "has"
             return f"{named} {what} half of a surrogate pair, which is not a character: send both halves, or none"
         if isinstance(one, dict):
-            left += [(f"{place}.{key}".lstrip("."), inner) for key, inner in reversed(one.items())]
+            pending += [(f"{place}.{key}".lstrip("."), inner) for key, inner in reversed(one.items())]
         elif isinstance(one, list):
-            left += [(f"{place}[{at}]", inner) for at, inner in reversed([*enumerate(one)])]
+            pending += [(f"{place}[{at}]", inner) for at, inner in reversed([*enumerate(one)])]
     return ""
 
 
@@ -89,14 +89,14 @@ def read_tables(path: Path, what: str) -> dict[str, Any]:
     is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8")
-        found = parse_json(text) if is_json else parse_toml(text)
+        tables = parse_json(text) if is_json else parse_toml(text)
     except OSError as error:
         raise UserError(f"Cannot read {what} {path}: {error.strerror}.") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid {'JSON' if is_json else 'TOML'}: {error}.") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold an object, not {found!r}.")
-    return found
+    if not isinstance(tables, dict):
+        raise UserError(f"{path} must hold an object, not {tables!r}.")
+    return tables
 
 
 def safetensors_pieces(

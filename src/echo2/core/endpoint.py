@@ -185,13 +185,13 @@ class Endpoint:
         finally:
             if sent.is_set() and body is not None:
                 self._on_unanswered(body)
-        said = printable(data[: 4 * SAID_CHARS].decode(errors="replace"), SAID_CHARS)
+        text = printable(data[: 4 * SAID_CHARS].decode(errors="replace"), SAID_CHARS)
         if 200 <= status < 300:
             if headers.get("content-type", "").startswith("text/html"):  # of a proxy, or at another address
-                raise DownEndpoint(f"it answers with a web page: {said}")
+                raise DownEndpoint(f"it answers with a web page: {text}")
             self.num_answers, self._num_busy = self.num_answers + 1, 0
             return data
-        words, retry_after = f"it answers {status}: {said}", headers.get("retry-after", "")
+        words, retry_after = f"it answers {status}: {text}", headers.get("retry-after", "")
         if status in (401, 403):
             words += f"; {self._about_key}: stop the run, set it, and continue with --resume"
         if status == 429 or (status == 503 and retry_after):

@@ -23,7 +23,7 @@ class PlainLines:
     def __init__(self, is_terminal: bool) -> None:
         self._is_terminal, self._printed_at = is_terminal, float("-inf")
 
-    def tell(self, line: str, is_last: bool = False) -> None:
+    def print_due(self, line: str, is_last: bool = False) -> None:
         """Print the line if it is due, or the last one."""
         now = time.monotonic()
         if not self._is_terminal and (is_last or now - self._printed_at > PLAIN_SECONDS):

@@ -122,7 +122,7 @@ def warm_up(
                 accuracy = sampled_accuracy(model, files, held_out, temperature=1.0)
             text = f"step {step + 1}  loss {loss.item():.2f}  held-out accuracy {accuracy:.2f} of {target}"
             progress.update(bar, completed=accuracy, description=text)
-            plain.tell(f"warm-up: {text}", is_last=accuracy >= target)
+            plain.print_due(f"warm-up: {text}", is_last=accuracy >= target)
             if accuracy >= target:
                 return step + 1, accuracy
     raise UserError(f"The warm-up ended after {MAX_STEPS} steps at accuracy {accuracy:.2f}; try another --seed.")

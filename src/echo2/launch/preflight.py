@@ -89,7 +89,7 @@ def check(config: Config, has_learner: bool = True, has_workers: bool = True) ->
         )
     scorer = Scorer(config.reward.functions)
     judged = frozenset[str]()
-    if (judge := config.reward.asked) is not None:
+    if (judge := config.reward.judge_config) is not None:
         read_key(judge)
         judged = judge.columns
     training_tasks(config.tasks, config.run.seed)

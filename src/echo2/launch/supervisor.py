@@ -250,7 +250,7 @@ class Supervisor:
             print(f"{word}; a worker in its place: {command}", file=sys.stderr)
             return
         if status in (UserError.exit_status, NoRoomError.exit_status):
-            raise UserError(last_error(child.process.said(TAIL_BYTES)) or self._silent(child))
+            raise UserError(last_error(child.process.log_tail(TAIL_BYTES)) or self._silent(child))
         self._count_death(child, child.process, status)
         if why := child.deaths.why_hopeless():
             raise ProcessFailed(
@@ -265,7 +265,7 @@ class Supervisor:
         told, role = read_json(self.rundir.status) or {}, child.arguments[0]
         record = read_json(self.rundir.checkpoints / CRASH_RECORD) or {}
         reached = progress(told, role, self._peer_id(child), len(record.get("left_out", ())))
-        words = "" if status in WORDLESS else last_words(process.said(TAIL_BYTES))
+        words = "" if status in WORDLESS else last_words(process.log_tail(TAIL_BYTES))
         child.deaths.died(words, reached, is_up(told, process.pid), time.time(), ending(status))
 
     def _is_revoked(self, child: Child) -> bool:

@@ -212,7 +212,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None, card_directory: str 
     base_model = policy.base.snapshot if isinstance(policy, Adapter) else None
     publisher = Publisher(rundir.path / "learner", base_model, share_of(mesh.rank, mesh.size))
     session = HeadSession(
-        partial(_connected, rundir, ticket), client.version, info, publisher, others=others, hear=client.hear
+        partial(_connected, rundir, ticket), client.version, info, publisher, others=others, on_group=client.prepare
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
@@ -243,44 +243,44 @@ class LeadingClient(GrpoClient):
     """The first rank's client. Each verb of `GrpoClient` is run by all ranks."""
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
-        self.tell(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
+        self.send_order(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
         return super().forward_backward(groups)
 
     def optim_step(self, ends_step: bool = True) -> StepStats:
-        self.tell(Order("optim_step", ends_step=ends_step))
+        self.send_order(Order("optim_step", ends_step=ends_step))
         return super().optim_step(ends_step)
 
     def save_weights_for_sampler(self) -> BorrowedWeights:
-        self.tell(Order("save_weights_for_sampler"))
+        self.send_order(Order("save_weights_for_sampler"))
         return super().save_weights_for_sampler()
 
     def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
-        self.tell(Order("save_state", [], str(directory), lineage, cursor))
-        return _ToldSaving(self, super().save_state(directory, lineage, cursor))
+        self.send_order(Order("save_state", [], str(directory), lineage, cursor))
+        return _LeadingSaving(self, super().save_state(directory, lineage, cursor))
 
     def load_state(self, directory: Path) -> RunPosition:
-        self.tell(Order("load_state", [], str(directory)))
+        self.send_order(Order("load_state", [], str(directory)))
         return super().load_state(directory)
 
     def end(self) -> None:
         """End the other ranks, and leave the mesh."""
-        self.tell(Order("end"))
+        self.send_order(Order("end"))
         self.mesh.leave()
 
-    def tell(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         """Have the other ranks carry out an order."""
         self.mesh.broadcast(msgspec.msgpack.encode(order))
 
 
 @dataclass(frozen=True, slots=True)
-class _ToldSaving:
+class _LeadingSaving:
     """A checkpoint under way. When the first rank waits for it, it has the other ranks wait too."""
 
     client: LeadingClient
     saving: Saving
 
     def result(self) -> None:
-        self.client.tell(Order("finish_saving"))
+        self.client.send_order(Order("finish_saving"))
         self.saving.result()
 
 

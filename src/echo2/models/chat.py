@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
         message = sys.stdin.read().rstrip("\n")
         if not message:
             raise UserError("The input is empty: pipe a message to `echo2 chat`, or run it in a terminal.")
-        found = dialogue.answer(message, options.max_tokens, lambda _: None)
-        print(json.dumps({"message": message, **found}) if options.json else _safe(found["answer"]))
+        answer = dialogue.answer(message, options.max_tokens, lambda _: None)
+        print(json.dumps({"message": message, **answer}) if options.json else _safe(answer["answer"]))
         return 0
     console = Console()
     console.print(f"[bold]{escape(str(options.target))}[/]. {HELP}", highlight=False)

@@ -61,12 +61,12 @@ def checkpoint_directory(rundir: RunDir, step: Step) -> Path:
                 f"{rundir.path} has no checkpoint of a version that was evaluated. Name a step; for the next run, make "
                 "eval.every a multiple of learner.checkpoint_every."
             )
-    found = checkpoint.latest(steps) if step is None else checkpoint.step_directory(steps, step)
-    if found is None or not found.is_dir():
+    directory = checkpoint.latest(steps) if step is None else checkpoint.step_directory(steps, step)
+    if directory is None or not directory.is_dir():
         have = sorted(entry.name for entry in rundir.checkpoints.glob("step_*"))
-        wanted = "" if step is None else f" step_{step}"
-        raise UserError(f"{rundir.path} has no checkpoint{wanted}; there are: {', '.join(have) or 'none yet'}.")
-    return found
+        step_name = "" if step is None else f" step_{step}"
+        raise UserError(f"{rundir.path} has no checkpoint{step_name}; there are: {', '.join(have) or 'none yet'}.")
+    return directory
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,12 +94,12 @@ def report(values: Mapping[str, Any], width: int) -> list[str]:
     lines.append(
         f"mean length {values['eval/mean_length']:.0f} tokens; {counted(int(values['eval/num_failed']), 'task')} failed"
     )
-    for name, found in values["sets"].items():
+    for name, one_set in values["sets"].items():
         if name:
             lines.append(
-                f"{printable(name)}: reward {found['reward']:.4f} on {counted(int(found['num_tasks']), 'task')}"
+                f"{printable(name)}: reward {one_set['reward']:.4f} on {counted(int(one_set['num_tasks']), 'task')}"
             )
-        lines += [f"  {sample_line(one, min(width, LINE_CHARS_MAX) - 2)}" for one in found["samples"]]
+        lines += [f"  {sample_line(one, min(width, LINE_CHARS_MAX) - 2)}" for one in one_set["samples"]]
     return lines
 
 
@@ -166,17 +166,17 @@ def _evaluate(
 def _by_set(groups: Iterable[RolloutGroup], sampler: LocalSampler) -> dict[str, Any]:
     """Return of each set, by name, the mean reward, the number of tasks, and the best and the worst rollout. The name
     of a single set is empty."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    records_by_set: dict[str, list[dict[str, Any]]] = {}
     for group in sorted(groups, key=lambda group: group.cursor):
         record = group_record(group, sampler.tasks.task(group.cursor))
-        found.setdefault(sampler.tasks.source_of(group.cursor), []).append(record)
+        records_by_set.setdefault(sampler.tasks.source_of(group.cursor), []).append(record)
     return {
         name: {
             "reward": fmean(fmean(one["reward"] for one in record["rollouts"]) for record in records),
             "num_tasks": len(records),
             "samples": best_and_worst(records),
         }
-        for name, records in sorted(found.items())
+        for name, records in sorted(records_by_set.items())
     }
 
 
@@ -221,10 +221,10 @@ def copy_model(source: Path, to: Path, dtype: str = "") -> None:
     """
     weights = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else MODEL_FILE
     is_rewritten = bool(dtype) or any(source.glob(PARTS))
-    left = (*LEARNER_FILES, PARTS, *([weights] if is_rewritten else []))
+    excluded = (*LEARNER_FILES, PARTS, *([weights] if is_rewritten else []))
     to.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and not any(file.match(pattern) for pattern in left):
+        if file.is_file() and not any(file.match(pattern) for pattern in excluded):
             shutil.copy2(file, to)
     if is_rewritten:
         from echo2.learner.core.state import write_whole  # imports torch, which a plain copy does not need
@@ -266,5 +266,5 @@ async def _scored(config: configuration.Config, sampler: LocalSampler, file: IO[
         for cursors in track(batches, "evaluating", console=console, transient=True, disable=not console.is_terminal):
             groups = await sampler.sample(cursors)
             await asyncio.gather(*(score(processes, group) for group in groups))
-            plain.tell(f"evaluated {cursors.stop} of {size} tasks", is_last=cursors.stop == size)
+            plain.print_due(f"evaluated {cursors.stop} of {size} tasks", is_last=cursors.stop == size)
     return scored

@@ -77,8 +77,8 @@ def push(directory: Path, repo: str, is_public: bool) -> str:
     api = HfApi(library_name="echo2", library_version=__version__)
     try:
         url = api.create_repo(repo, private=not is_public, exist_ok=True)
-        found = api.model_info(repo)
-        _check_repo(repo, bool(found.private), is_public, [file.rfilename for file in found.siblings or []], directory)
+        info = api.model_info(repo)
+        _check_repo(repo, bool(info.private), is_public, [file.rfilename for file in info.siblings or []], directory)
         api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Upload from echo2 export")
     except UserError:
         raise
@@ -96,10 +96,11 @@ def _check_repo(repo: str, is_private: bool, is_public: bool, files: Collection[
     if is_private == is_public:
         what, do = ("private", "leave --public out") if is_private else ("public", "add --public")
         raise UserError(f"{repo} exists and is {what}: {do}, or choose another name. {kept}")
-    mine, theirs = _kinds(os.listdir(directory))[0], _kinds(files)
-    if theirs and mine not in theirs:
+    own_kind, their_kinds = _kinds(os.listdir(directory))[0], _kinds(files)
+    if their_kinds and own_kind not in their_kinds:
         raise UserError(
-            f"{repo} holds {theirs[0]}, and this is {mine}: they cannot share a repository. Choose another name. {kept}"
+            f"{repo} holds {their_kinds[0]}, and this is {own_kind}: they cannot share a repository. "
+            f"Choose another name. {kept}"
         )
 
 
@@ -193,11 +194,11 @@ def _training(config: Config) -> Mapping[str, str]:
 
 def _accuracy(rundir: RunDir, step: int) -> Mapping[str, str]:
     """Return the held-out reward of the exported step, if the run measured it."""
-    found = accuracies(read_metrics(rundir.metrics))
-    if step not in found:
+    rewards = accuracies(read_metrics(rundir.metrics))
+    if step not in rewards:
         return {}
-    before = f"{found[0]:.3f} before training, " if step and 0 in found else ""
-    return {"mean reward of the run's held-out tasks": f"{before}{found[step]:.3f} after step {step}"}
+    before = f"{rewards[0]:.3f} before training, " if step and 0 in rewards else ""
+    return {"mean reward of the run's held-out tasks": f"{before}{rewards[step]:.3f} after step {step}"}
 
 
 def _named(texts: Iterable[str]) -> str:

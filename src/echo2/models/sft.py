@@ -68,8 +68,10 @@ class Answers:
         answer = task.columns.get(self._column)
         if not isinstance(answer, str) or not answer:
             have = ", ".join(sorted(task.columns)) or "none"
-            given = f"the row with the prompt {shown(task.prompt)} has {shown(answer)} there; its columns: {have}"
-            raise UserError(f"--column {self._column!r} must have text, and {given}.")
+            column_value = (
+                f"the row with the prompt {shown(task.prompt)} has {shown(answer)} there; its columns: {have}"
+            )
+            raise UserError(f"--column {self._column!r} must have text, and {column_value}.")
         prompt = encode_prompt(task, self._tokenizer)
         is_chat = not isinstance(task.prompt, str)
         end = end_token(self._tokenizer, self._ends, is_chat)
@@ -207,14 +209,14 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
     copy_model(checkpoint.step_directory(working, client.step), to)
     shutil.rmtree(working)
-    found = {
+    summary = {
         "model": str(to),
         "steps": client.step,
         "loss": client.loss,
         "held_out_loss_before": client.loss_before,
         "held_out_loss": client.held_out_loss(held_out) if held_out else None,
     }
-    print(json.dumps(found) if options.json else _summary(found))
+    print(json.dumps(summary) if options.json else _summary(summary))
     return 0
 
 
@@ -237,7 +239,7 @@ def _train(client: SupervisedClient, rows: Answers, rows_per_step: int, working:
             loss = client.train(rows.data(range(start, start + rows_per_step)))
             progress.update(bar, completed=client.step, description=f"loss {loss:.3f}")
             is_last = client.step == client.num_steps
-            plain.tell(f"step {client.step} of {client.num_steps}, loss {loss:.3f}", is_last)
+            plain.print_due(f"step {client.step} of {client.num_steps}, loss {loss:.3f}", is_last)
             if client.step % SAVE_STEPS == 0 and not is_last:
                 _save(client, working)
     _save(client, working)
@@ -263,8 +265,8 @@ def _told_to_end() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _summary(found: dict[str, object]) -> str:
-    losses = [found[name] for name in ("held_out_loss_before", "held_out_loss") if found[name] is not None]
-    kind, shown = ("held-out loss", losses) if losses else ("loss", [found["loss"]])
+def _summary(summary: dict[str, object]) -> str:
+    losses = [summary[name] for name in ("held_out_loss_before", "held_out_loss") if summary[name] is not None]
+    kind, shown = ("held-out loss", losses) if losses else ("loss", [summary["loss"]])
     change = " to ".join(f"{loss:.3f}" for loss in shown if loss is not None)
-    return f"{kind} {change} in {found['steps']} steps; wrote {found['model']}"
+    return f"{kind} {change} in {summary['steps']} steps; wrote {summary['model']}"

@@ -57,12 +57,12 @@ def with_learner(options: argparse.Namespace, past: PastRun | None) -> tuple[arg
     paced = {one: _paced(inputs, one) for one in candidates}
     candidates.sort(key=lambda one: (one.usd_per_hour * _step_seconds(paced[one]), one.seconds, one.count))
     one = next((one for one in candidates[:ASKED_MAX] if may_have_plan(paced[one])), candidates[0])
-    asked = _filled(options, _flags(options, one))
+    filled = _filled(options, _flags(options, one))
     price = f"${one.usd_per_hour:.4g} an hour of {one.seller}"
-    if (own := configured(asked).learner.price_usd_per_hour) != float(f"{one.usd_per_hour:.4g}"):
+    if (own := configured(filled).learner.price_usd_per_hour) != float(f"{one.usd_per_hour:.4g}"):
         price = f"${own:.4g} an hour by the configuration ({price})"
     why = "the cheapest for a step of those that hold the model; another: --learner 2xH100"
-    return asked, Basis("learner", f"{one.count} x {one.name}, {price}", why)
+    return filled, Basis("learner", f"{one.count} x {one.name}, {price}", why)
 
 
 def _inputs(options: argparse.Namespace) -> PlanInputs:
@@ -94,16 +94,16 @@ def _configs(options: argparse.Namespace) -> dict[int, Config]:
     Raises:
         UserError: it allows none.
     """
-    found, refusal = dict[int, Config](), UserError()
+    configs, refusal = dict[int, Config](), UserError()
     for count in COUNTS:
         try:
             config = configured(_filled(options, {"--learner": f"{count}x{_largest()}"}))
-            found[config.learner.ranks] = config
+            configs[config.learner.ranks] = config
         except UserError as error:
             refusal = error
-    if not found:
+    if not configs:
         raise refusal
-    return found
+    return configs
 
 
 def _candidates(options: argparse.Namespace, configs: Mapping[int, Config]) -> Iterator[_Candidate]:
@@ -119,11 +119,11 @@ def _candidates(options: argparse.Namespace, configs: Mapping[int, Config]) -> I
 def _prices(options: argparse.Namespace) -> dict[str, tuple[float, str]]:
     """Return the dollars an hour of each GPU that stays until it is given back, and who has it: one of the file's
     offers, or a provider of the market."""
-    found = dict[str, tuple[float, str]]()
+    prices = dict[str, tuple[float, str]]()
 
     def add(name: str, usd: float, seller: str) -> None:
-        if not name.startswith(_NO_LEARNER) and (name not in found or usd < found[name][0]):
-            found[name] = usd, seller
+        if not name.startswith(_NO_LEARNER) and (name not in prices or usd < prices[name][0]):
+            prices[name] = usd, seller
 
     if options.offers not in (None, MARKET):
         for offer in offered(options)[0]:
@@ -134,7 +134,7 @@ def _prices(options: argparse.Namespace) -> dict[str, tuple[float, str]]:
     for one in known_prices()[0]:
         if not one.spot:
             add(one.gpu, one.usd_per_hour, one.provider)
-    return found
+    return prices
 
 
 def _flags(options: argparse.Namespace, one: _Candidate) -> dict[str, str]:
@@ -146,11 +146,11 @@ def _flags(options: argparse.Namespace, one: _Candidate) -> dict[str, str]:
 
 def _filled(options: argparse.Namespace, flags: dict[str, str]) -> argparse.Namespace:
     """Return the flags with these, as if they had been given."""
-    asked = argparse.Namespace(**vars(options))
-    asked.learner = flags["--learner"]
-    asked.overrides = {**options.overrides, **{name[2:]: value for name, value in flags.items() if "." in name}}
-    asked.given = [*options.given, *(word for flag in flags.items() for word in flag)]
-    return asked
+    filled = argparse.Namespace(**vars(options))
+    filled.learner = flags["--learner"]
+    filled.overrides = {**options.overrides, **{name[2:]: value for name, value in flags.items() if "." in name}}
+    filled.argv = [*options.argv, *(word for flag in flags.items() for word in flag)]
+    return filled
 
 
 def _largest() -> str:

@@ -211,7 +211,7 @@ def _sent(
     all_prompts, later = steps * prompts, (versions - 1) * version
     to_workers = fleet.joins * first + fleet.workers * later + all_prompts
     by_head = first + later + all_prompts if fleet.workers else 0.0
-    found = {
+    sizes = {
         "first": first,
         "version": version,
         "weights": fleet.workers * version / fleet.publish_every,
@@ -222,19 +222,19 @@ def _sent(
         "by_head": by_head,
         "to_head": steps * rollouts,
     }
-    return NetworkUse(fleet.workers, **{name: int(value) for name, value in found.items()})
+    return NetworkUse(fleet.workers, **{name: int(value) for name, value in sizes.items()})
 
 
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def disk_and_network_table(found: DiskAndNetwork) -> Table:
+def disk_and_network_table(needs: DiskAndNetwork) -> Table:
     """Return both as a table for people."""
     table = Table(title="Disk and network", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name, one in (("run's directory", found.run), ("each worker", found.worker)):
+    for name, one in (("run's directory", needs.run), ("each worker", needs.worker)):
         more = f"; while it runs {size(sum(one.meanwhile.values()))} more"
         table.add_row(name, f"[bold]{size(one.total)}[/bold]: {_by_size(one.parts)}{more}")
-    sent = found.sent
+    sent = needs.sent
     table.add_row("to each worker", f"{size(sent.first)} at first, then {size(sent.version)} a version")
     routes = f", of it {size(sent.routes)} of routes before compression" if sent.routes else ""
     workers = counted(sent.workers, "worker")

@@ -78,15 +78,15 @@ def run(options: argparse.Namespace) -> int:
         UserError: the text given as a ticket is not a ticket.
     """
     ticket = Ticket.parse(options.ticket) if options.ticket else None
-    found = [*machine(Path.cwd()), *(at_ticket(ticket, time.time()) if ticket else ())]
+    findings = [*machine(Path.cwd()), *(at_ticket(ticket, time.time()) if ticket else ())]
     if options.json:
-        print(json.dumps([asdict(finding) for finding in found]))
+        print(json.dumps([asdict(finding) for finding in findings]))
     else:
-        for finding in found:
+        for finding in findings:
             print(f"{finding.verdict:>8}  {finding.about}: {finding.said}")
             if finding.todo:
                 print(f"          {finding.todo}")
-    return int(any(finding.verdict == "wrong" for finding in found))
+    return int(any(finding.verdict == "wrong" for finding in findings))
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
@@ -221,12 +221,12 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
     """Try the head's addresses in turn, as a worker does: up to the first that answers."""
     failed: list[Finding] = []
     for address in Addresses(ticket.address).all:
-        found = list(_dial_at(address, ticket, now))
-        if not any(one.about == "link" and one.verdict == "wrong" for one in found):
+        findings = list(_dial_at(address, ticket, now))
+        if not any(one.about == "link" and one.verdict == "wrong" for one in findings):
             yield from (replace(one, verdict="doubtful", todo=STANDBY) for one in failed if one.about == "link")
-            yield from found
+            yield from findings
             return
-        failed += found
+        failed += findings
     yield from failed
 
 

@@ -87,10 +87,10 @@ def training_seconds(work: Workload, rollouts: int, gpu: Gpu, count: int) -> flo
 
 def teacher_seconds(teacher: ModelShape, work: Workload, rollouts: int, gpu: Gpu, count: int) -> float:
     """Return the seconds in which a teacher scores the tokens of a step: a forward pass on the same GPUs."""
-    asked = replace(work, shape=teacher)
+    teacher_work = replace(work, shape=teacher)
     tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
-    flops = training_flops_per_token(replace(asked, lora=False, checkpointing=False)) / 3.0
-    share = training_share(teacher.hidden, gpu.tflops, asked.is_mixture)
+    flops = training_flops_per_token(replace(teacher_work, lora=False, checkpointing=False)) / 3.0
+    share = training_share(teacher.hidden, gpu.tflops, teacher_work.is_mixture)
     return tokens * flops / (count * gpu.tflops * 1e12 * share)
 
 

@@ -157,8 +157,8 @@ class FirstPlan:
                 if offer.rollouts_per_second is None:
                     at_once = (offer.groups_per_batch or sampling.groups_per_batch) * sampling.group_size
                     if offer.form:  # an offer without room is left out later
-                        asked = sampling_need(self._config, self._shape)
-                        at_once = min(at_once, rollouts_held(asked, offer.form, offer.memory_gb) or SLOTS_MIN)
+                        need = sampling_need(self._config, self._shape)
+                        at_once = min(at_once, rollouts_held(need, offer.form, offer.memory_gb) or SLOTS_MIN)
                     rate = rollouts_per_second(self._work(offer.form), card, at_once)
                     offer = replace(offer, rollouts_per_second=rate)
                     in_form = f" in {offer.form}" if offer.form else ""
@@ -176,10 +176,10 @@ class FirstPlan:
     def _check_form(self, offer: Offer) -> None:
         """Raise UserError if the engines that round do not know the model."""
         config = known_config(self._config.model.path)
-        if config is not None and (known := in_worker(config)).name == "transformers":
+        if config is not None and (engine := in_worker(config)).name == "transformers":
             raise UserError(
                 f"offer {offer.name!r}: form = {offer.form!r}: the engines that round have the models of compact, and "
-                f"{known.why}. Leave form out."
+                f"{engine.why}. Leave form out."
             )
 
     def snapshot_size(self) -> SnapshotSize:
@@ -229,9 +229,9 @@ def mean_of_teachers(config: Config, policy: ModelShape, seconds: Callable[[Mode
     return math.fsum(map(seconds, teachers)) / max(1, len(distill.teachers))
 
 
-def answer_tokens(config: Config, given: float | None) -> float:
+def answer_tokens(config: Config, mean_tokens: float | None) -> float:
     """Return the mean length of the answers: as given, else half of the longest."""
-    return given or ANSWER_SHARE * config.sampling.max_tokens
+    return mean_tokens or ANSWER_SHARE * config.sampling.max_tokens
 
 
 def fetched_shape(path: str) -> ModelShape:
@@ -246,13 +246,13 @@ def fetched_shape(path: str) -> ModelShape:
             f"model.path = {path!r}: {reason} For a plan the model's config.json is enough: put it into a directory, "
             "and name that: --model.path DIR."
         )
-    found = model_shape(path)
-    if found is None:
+    shape = model_shape(path)
+    if shape is None:
         raise UserError(
             f"model.path = {path!r}: its layers are of a kind without a forecast. Measure instead: `echo2 run CONFIG "
             "--run.max_steps 5 --out DIR`, then `echo2 plan CONFIG --from DIR`."
         )
-    return found
+    return shape
 
 
 def _fetch_config(path: str) -> str:
@@ -299,8 +299,8 @@ def open_range(inputs: PlanInputs, plan: Plan, estimated: Estimated) -> Range | 
     return Range((min(counts), max(counts)), (min(prices), max(prices)), has_gaps)
 
 
-def told_range(found: Range) -> str:
+def range_in_words(span: Range) -> str:
     """Return the range in words."""
-    gaps = "; in a part of that range the offers are too few" if found.has_gaps else ""
-    (fewest, most), (least, highest) = found.machines, found.usd_per_step
+    gaps = "; in a part of that range the offers are too few" if span.has_gaps else ""
+    (fewest, most), (least, highest) = span.machines, span.usd_per_step
     return f"{fewest} to {most} machines, ${least:.3g} to ${highest:.3g} a step{gaps}"

@@ -64,10 +64,10 @@ def gpu(name: str, where: str) -> Gpu:
     Raises:
         UserError: it is not in the table.
     """
-    found = _BY_PLAIN_NAME.get(_plain(name))
-    if found is None:
+    card = _BY_PLAIN_NAME.get(_plain(name))
+    if card is None:
         raise UserError(f"{where}: the data sheet of {name!r} is not known. Known: {', '.join(GPUS)}.")
-    return found
+    return card
 
 
 def several(text: str, where: str) -> tuple[int, str, Gpu]:

@@ -103,14 +103,14 @@ def read_probe(path: Path, config: Config) -> Probed:
     """
     make = "Make it with `echo2 probe CONFIG --json > FILE`."
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Probed)
+        probed = msgspec.json.decode(path.read_bytes(), type=Probed)
     except OSError as error:
         raise UserError(f"--here {path}: {error.strerror}. {make}") from error
     except msgspec.MsgspecError as error:
         raise UserError(f"--here {path} is not what `echo2 probe --json` prints: {error}. {make}") from error
-    if not (found.num_rollouts > 0 and found.core_seconds > 0.0 and found.seconds > 0.0):
+    if not (probed.num_rollouts > 0 and probed.core_seconds > 0.0 and probed.seconds > 0.0):
         raise UserError(
-            f"--here {path} counts {found.num_rollouts} rollouts in {found.seconds} s, {found.core_seconds} s of a "
+            f"--here {path} counts {probed.num_rollouts} rollouts in {probed.seconds} s, {probed.core_seconds} s of a "
             f"core. {make}"
         )
     sampling = config.sampling
@@ -119,18 +119,18 @@ def read_probe(path: Path, config: Config) -> Probed:
         ("groups_per_batch", sampling.groups_per_batch),
         ("max_tokens", sampling.max_tokens),
     ):
-        if getattr(found, name) != own:
+        if getattr(probed, name) != own:
             raise UserError(
-                f"--here {path} was measured with sampling.{name} = {getattr(found, name)}, and the run has {own}. "
+                f"--here {path} was measured with sampling.{name} = {getattr(probed, name)}, and the run has {own}. "
                 "Probe this configuration again."
             )
     own_size = num_parameters(config.model.path)
-    if own_size and found.parameters and found.parameters != own_size:
+    if own_size and probed.parameters and probed.parameters != own_size:
         raise UserError(
-            f"--here {path} was measured with a model of {found.parameters} parameters, and {config.model.path!r} has "
+            f"--here {path} was measured with a model of {probed.parameters} parameters, and {config.model.path!r} has "
             f"{own_size}. Probe this configuration again."
         )
-    return found
+    return probed
 
 
 def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: float | None = None) -> Here:
@@ -266,15 +266,17 @@ def _lengths(
     """Return the mean lengths over the run, the share of groups that teach nothing, and where both are from."""
     most = config.sampling.max_tokens
     if probed is not None and probed.lengths is not None:
-        seen = probed.lengths
-        answer = (seen.answer + seen.preferred) / 2 if answer_tokens is None else answer_tokens
-        trained = (seen.trained + seen.preferred_trained) / 2 * answer / ((seen.answer + seen.preferred) / 2)
-        source = (
-            f"{seen.answer:.3g} tokens now and {seen.preferred:.3g} of those that training prefers; the learner runs "
-            f"{seen.trained:.3g} and {seen.preferred_trained:.3g} of them"
+        measured = probed.lengths
+        answer = (measured.answer + measured.preferred) / 2 if answer_tokens is None else answer_tokens
+        trained = (
+            (measured.trained + measured.preferred_trained) / 2 * answer / ((measured.answer + measured.preferred) / 2)
         )
-        lengths = Lengths(seen.prompt, answer, trained, max(seen.longest, answer))
-        return lengths, seen.flat, (Basis("answers", f"{answer:.3g} tokens", source),)
+        source = (
+            f"{measured.answer:.3g} tokens now and {measured.preferred:.3g} of those that training prefers; the "
+            f"learner runs {measured.trained:.3g} and {measured.preferred_trained:.3g} of them"
+        )
+        lengths = Lengths(measured.prompt, answer, trained, max(measured.longest, answer))
+        return lengths, measured.flat, (Basis("answers", f"{answer:.3g} tokens", source),)
     prompt, answer = _prompt_tokens(config), mean_answer(config, answer_tokens)
     origin = "--answer-tokens" if answer_tokens else f"half of sampling.max_tokens = {most}; `echo2 probe` measures"
     basis = (
@@ -296,22 +298,24 @@ def _prompt_tokens(config: Config) -> float:
     return sum(len(encode_prompt(tasks.task(cursor), tokenizer)) for cursor in range(count)) / count
 
 
-def show(found: Here, is_json: bool) -> None:
+def show(run_forecast: Here, is_json: bool) -> None:
     """Print the forecast, for people or as JSON."""
     if is_json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(run_forecast.to_dict()))
         return
     table = Table(title="This machine", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    step, whole = found.step_seconds, found.prediction
+    step, whole = run_forecast.step_seconds, run_forecast.prediction
     table.add_row("step", f"[bold]{duration(step)}[/bold], run {duration(whole.run_seconds)}")
-    table.add_row("", f"{duration(found.train_seconds)} of a core for training")
-    made = found.rollouts_per_step / step
-    table.add_row("rollouts", f"{made:.3g}/s; a worker makes {found.rollouts_per_second:.3g}/s on a core of its own")
+    table.add_row("", f"{duration(run_forecast.train_seconds)} of a core for training")
+    made = run_forecast.rollouts_per_step / step
+    table.add_row(
+        "rollouts", f"{made:.3g}/s; a worker makes {run_forecast.rollouts_per_second:.3g}/s on a core of its own"
+    )
     table.add_row("learner idle", f"{whole.steady_idle_ratio:.1%} once under way, {whole.idle_ratio:.1%} of the run")
-    learner, worker = found.needs.learner, found.needs.worker
+    learner, worker = run_forecast.needs.learner, run_forecast.needs.worker
     table.add_row("memory", f"learner {size(learner.total)}, each worker {size(worker.total)}")
     console = Console()
     console.print(table, highlight=False)
-    console.print(disk_and_network_table(found.kept), highlight=False)
-    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in found.basis)
-    console.print(f"[dim]Rests on: {found.processor} (measured); {rests}.[/dim]", highlight=False)
+    console.print(disk_and_network_table(run_forecast.kept), highlight=False)
+    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in run_forecast.basis)
+    console.print(f"[dim]Rests on: {run_forecast.processor} (measured); {rests}.[/dim]", highlight=False)

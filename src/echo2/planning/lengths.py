@@ -97,10 +97,10 @@ def _distinct_of(families: Sequence[Sequence[Sequence[int]]], size: int) -> floa
 
 def _equals(families: Sequence[Sequence[tuple[int, ...]]]) -> list[list[tuple[int, ...]]]:
     """Return the members of each family that are equal, together."""
-    found: list[list[tuple[int, ...]]] = []
+    equals: list[list[tuple[int, ...]]] = []
     for family in families:
         kinds: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for one in family:
             kinds.setdefault(one, []).append(one)
-        found += kinds.values()
-    return found
+        equals += kinds.values()
+    return equals

@@ -51,7 +51,7 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MachineFilter:
     """Which machines of the market count. `region`: a part of its name; "": any. `spot`: yes, no or any. `gpus` and
     `providers`: by name; none: all; 4xRTX-4090: machines with four of them, at four times the price of one.
     `memory_gb`: of one GPU, at least. `count`: how many of each kind there are taken to be.
@@ -90,14 +90,14 @@ def known_prices() -> tuple[list[Price], str]:
     """
     path, why = cache_path(), "--offers market asks for today's"
     try:
-        found, origin = _read(path) if path.is_file() else [], str(path)
+        prices, origin = _read(path) if path.is_file() else [], str(path)
     except UserError as error:
-        found, why = [], str(error)
-    if not found:
-        found, origin = _read(SHIPPED), f"with echo2; {why}"
-    days = sorted({one.seen for one in found})
-    seen = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return found, f"prices of {seen}, {origin}"
+        prices, why = [], str(error)
+    if not prices:
+        prices, origin = _read(SHIPPED), f"with echo2; {why}"
+    days = sorted({one.seen for one in prices})
+    dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return prices, f"prices of {dates}, {origin}"
 
 
 def refresh() -> str:
@@ -119,46 +119,47 @@ def refresh() -> str:
 
 def from_catalogue(items: Iterable[Any], today: date) -> list[Price]:
     """Return the prices of gpuhunt's items that have one GPU with a known data sheet."""
-    found = []
+    prices = []
     for item in items:
         name = _known_name(str(item.gpu_name or ""), float(item.gpu_memory or 0))
         if name and item.gpu_count == 1 and item.price > 0:
             price = Price(today.isoformat(), item.provider, item.location or "any", name, item.price, bool(item.spot))
-            found.append(price)
-    return found
+            prices.append(price)
+    return prices
 
 
 def _known_name(name: str, memory_gb: float) -> str:
     """The catalogue writes names without hyphens or RTX, and the size of the memory apart."""
-    plain = {known.replace("-", "").lower(): known for known in GPUS}
+    plain = {gpu_name.replace("-", "").lower(): gpu_name for gpu_name in GPUS}
     for candidate in (f"{name}{memory_gb:g}GB", name, f"RTX{name}"):
-        known = plain.get(candidate.replace("-", "").lower(), "")
-        if known and abs(GPUS[known].memory_gb - memory_gb) <= _SAME_MEMORY * memory_gb:
-            return known
+        gpu_name = plain.get(candidate.replace("-", "").lower(), "")
+        if gpu_name and abs(GPUS[gpu_name].memory_gb - memory_gb) <= _SAME_MEMORY * memory_gb:
+            return gpu_name
     return ""
 
 
-def market_offers(prices: Sequence[Price], wanted: Wanted) -> list[Offer]:
+def market_offers(prices: Sequence[Price], machine_filter: MachineFilter) -> list[Offer]:
     """Return the cheapest machine of each provider, GPU, and spot or not, as an offer that SkyPilot can rent.
 
     Raises:
         UserError: nothing is left.
     """
-    if not 1 <= wanted.count <= COUNT_MAX:
-        raise UserError(f"--each {wanted.count} must be between 1 and {COUNT_MAX}.")
-    named = [several(name, "--gpus") for name in wanted.gpus]
+    if not 1 <= machine_filter.count <= COUNT_MAX:
+        raise UserError(f"--each {machine_filter.count} must be between 1 and {COUNT_MAX}.")
+    named = [several(name, "--gpus") for name in machine_filter.gpus]
     cheapest = dict[tuple[str, str, bool, int], Price]()
     for one in sorted(prices, key=lambda one: one.usd_per_hour):
         counts = [count for count, _, card in named if GPUS[one.gpu] == card] if named else [1]
-        if wanted.takes(one):
+        if machine_filter.takes(one):
             for count in counts:
                 cheapest.setdefault((one.provider, one.gpu, one.spot, count), one)
     if not cheapest:
         raise UserError(
-            f"No machine of the market is left: {wanted}. It has {', '.join(sorted({one.gpu for one in prices}))} of "
+            f"No machine of the market is left: {machine_filter}. It has "
+            f"{', '.join(sorted({one.gpu for one in prices}))} of "
             f"{', '.join(sorted({one.provider for one in prices}))}."
         )
-    return [_offer(one, wanted.count, cards) for (*_, cards), one in cheapest.items()]
+    return [_offer(one, machine_filter.count, cards) for (*_, cards), one in cheapest.items()]
 
 
 def _offer(one: Price, count: int, cards: int) -> Offer:
@@ -190,12 +191,12 @@ def _read(path: Path) -> list[Price]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        found = [_price(row) for row in rows]
+        prices = [_price(row) for row in rows]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{path} is not a list of prices ({error}); delete it") from error
-    if not found:
+    if not prices:
         raise UserError(f"{path} has no prices; delete it")
-    return found
+    return prices
 
 
 def _price(row: dict[str, str]) -> Price:

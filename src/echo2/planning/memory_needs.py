@@ -102,16 +102,16 @@ def sampling_need(config: Config, shape: ModelShape) -> SamplingNeed:
     return SamplingNeed(shape, slots, row_tokens(config, shape), width, bool(config.lora.rank))
 
 
-def rollouts_held(asked: SamplingNeed, form: str, memory_gb: float) -> int:
+def rollouts_held(sampling: SamplingNeed, form: str, memory_gb: float) -> int:
     """Return how many rollouts at once a worker has room for with weights in a form, at most as many as the run asks
     for, as the worker itself decides it; 0: too few."""
-    return slots_in(asked, EngineCandidate("", form, int(USABLE * memory_gb * GB)))
+    return slots_in(sampling, EngineCandidate("", form, int(USABLE * memory_gb * GB)))
 
 
 def _check_form_fits(config: Config, shape: ModelShape, offer: Offer) -> None:
     """Raise DoesNotFitError if a worker on this offer has no room for the fewest rollouts in its form."""
-    asked = sampling_need(config, shape)
-    parts = dict(need_of(asked, offer.form, min(SLOTS_MIN, asked.slots)))
+    sampling = sampling_need(config, shape)
+    parts = dict(need_of(sampling, offer.form, min(SLOTS_MIN, sampling.slots)))
     need = MemoryNeed(parts, int(USABLE * offer.memory_gb * GB), "the machine")
     remedies = "Name a form with fewer bits, set a lower sampling.max_tokens, or take larger machines."
     _check_fits(f"A worker on {offer.name!r} with form = {offer.form!r}", need, remedies)
@@ -119,9 +119,9 @@ def _check_form_fits(config: Config, shape: ModelShape, offer: Offer) -> None:
 
 def _form_that_fits(config: Config, shape: ModelShape, offer: Offer) -> str:
     """Return which form of llama.cpp would fit this offer, in words; empty: none."""
-    asked = sampling_need(config, shape)
+    sampling = sampling_need(config, shape)
     for form in (FORMS[engine] for engine in LLAMACPP_FORMS):
-        if rollouts := rollouts_held(asked, form, offer.memory_gb):
+        if rollouts := rollouts_held(sampling, form, offer.memory_gb):
             return f', form = "{form}" would hold {rollouts} rollouts at once'
     return ""
 

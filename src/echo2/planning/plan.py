@@ -204,10 +204,10 @@ def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:
 
 def _grid(most: int) -> list[int]:
     """Return the numbers from 1 to `most` that are tried: each small one, and some of the others."""
-    found = list(range(1, min(_ONE_BY_ONE, most) + 1))
-    while found and found[-1] < most:
-        found.append(min(most, found[-1] + (1 << found[-1].bit_length() - 2)))
-    return found
+    numbers = list(range(1, min(_ONE_BY_ONE, most) + 1))
+    while numbers and numbers[-1] < most:
+        numbers.append(min(most, numbers[-1] + (1 << numbers[-1].bit_length() - 2)))
+    return numbers
 
 
 def _search(inputs: PlanInputs, limit: SearchLimit) -> Plan:
@@ -258,7 +258,7 @@ def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, lim
     ever larger steps; then the last of them is halved.
     """
     fails, works, step = -1, _MAX_TRIES, 0
-    found: Plan | None = None
+    best: Plan | None = None
     tried: dict[tuple[tuple[str, int], ...], Plan] = {}
     while works - fails > 1:
         try:
@@ -270,16 +270,16 @@ def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, lim
             plan = tried[machines] = tried.get(machines) or _walked(inputs, draft, limit, inputs.max_idle)
             idle = plan.prediction.steady_idle_ratio
             if idle <= inputs.max_idle:
-                works, found = step, plan
+                works, best = step, plan
             else:
                 fails = step
-                known = ((one.rate, one.prediction.steady_idle_ratio) for one in tried.values())
-                if any(2 * rate <= plan.rate and other <= HARDLY_LESS * idle for rate, other in known):
+                rates = ((one.rate, one.prediction.steady_idle_ratio) for one in tried.values())
+                if any(2 * rate <= plan.rate and other <= HARDLY_LESS * idle for rate, other in rates):
                     break
         if limit.search <= 0:
             break
         step = min(2 * fails + 1, works - 1) if works == _MAX_TRIES and fails >= 0 else (fails + works) // 2
-    return found or list(tried.values())[-1]
+    return best or list(tried.values())[-1]
 
 
 def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> float:
@@ -378,8 +378,8 @@ def _fleets(inputs: PlanInputs, pool: _Pool) -> list[tuple[int, ...]]:
     whole = sum(kind.count * kind.rate for kind in kinds)
     pace = inputs.groups_per_step * inputs.group_size / inputs.train_seconds
     targets = (FRUGAL_FACTOR * RATE_STEP**step * pace for step in range(_MAX_TRIES))
-    found = (activation.choose_counts(kinds, target) for target in targets if target < whole)
-    return list(dict.fromkeys(map(tuple, [*found, [kind.count for kind in kinds]])))
+    counts = (activation.choose_counts(kinds, target) for target in targets if target < whole)
+    return list(dict.fromkeys(map(tuple, [*counts, [kind.count for kind in kinds]])))
 
 
 def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: float = 1.0) -> Plan:
@@ -418,8 +418,8 @@ def _binds(demand: Demand, rate: float, prediction: Prediction, max_idle: float)
         return "staleness"
     if prediction.steady_idle_ratio <= max_idle:
         return "learner"
-    found = formulas.binding(demand, rate)
-    return found if found != "learner" else "rollouts"
+    bound = formulas.binding(demand, rate)
+    return bound if bound != "learner" else "rollouts"
 
 
 def _fleet_set_by(demand: Demand) -> str:

@@ -20,7 +20,7 @@ from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.planning import here
 from echo2.planning.chosen_learner import with_learner
 from echo2.planning.disk_and_network import DiskAndNetwork, PlannedFleet, disk_and_network_table, kept_and_sent
-from echo2.planning.first_plan import Basis, Range, answer_tokens, open_range, told_range
+from echo2.planning.first_plan import Basis, Range, answer_tokens, open_range, range_in_words
 from echo2.planning.market import refresh, rent_commands
 from echo2.planning.memory_needs import DoesNotFitError, Needs, needs_as_dict, needs_table
 from echo2.planning.plan import NoPlanError, Plan, by_staleness, make_plan
@@ -63,37 +63,37 @@ def run(options: argparse.Namespace) -> int:
         options.offers = Path("offers.toml")
     if options.offers == MARKET and (reason := refresh()):
         print(reason, file=sys.stderr)
-    asked, past, chosen = options, None, None
+    filled, past, chosen = options, None, None
     try:
         past = read_past_run(options.source) if options.source is not None else None
         if options.config is None:
             options.config = _config_of(options.source)
-        asked, chosen = with_learner(options, past)
-        config = configured(asked)
-        inputs, sources, estimated, needs = ready(config, asked, past)
+        filled, chosen = with_learner(options, past)
+        config = configured(filled)
+        inputs, sources, estimated, needs = ready(config, filled, past)
         plan = make_plan(inputs)
     except UserError as error:
-        raise _with_way_out(asked if isinstance(error, NoPlanError) else options, past, error) from error
+        raise _with_way_out(filled if isinstance(error, NoPlanError) else options, past, error) from error
     sources += [chosen] if chosen else []
     kept = _kept(config, plan, inputs, sources, answer_tokens(config, options.answer_tokens))
-    found = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated), kept)
+    decision = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated), kept)
     if options.rent:
         print(rent_commands(inputs.offers, plan.machines))
         return 0
     rehearsal = rehearse(plan, inputs) if options.rehearse else None
     if options.json:
-        rests = {one.name: [one.value, one.origin] for one in found.sources}
-        memory = needs_as_dict(found.needs) if found.needs else None
-        rehearsed, left_open = rehearsal and rehearsal.to_dict(), found.open and asdict(found.open)
+        rests = {one.name: [one.value, one.origin] for one in decision.sources}
+        memory = needs_as_dict(decision.needs) if decision.needs else None
+        rehearsed, left_open = rehearsal and rehearsal.to_dict(), decision.open and asdict(decision.open)
         more = {"inputs": rests, "rehearsal": rehearsed, "memory": memory, "range": left_open}
-        print(json.dumps({**plan.to_dict(), **more, **(found.kept.to_dict() if found.kept else {})}))
+        print(json.dumps({**plan.to_dict(), **more, **(decision.kept.to_dict() if decision.kept else {})}))
         return 0
     console = Console()
-    show(found, config.learner.ranks, by_staleness(inputs), console)
+    show(decision, config.learner.ranks, by_staleness(inputs), console)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
-    console.print(needs_table(found.needs) if found.needs else unknown, highlight=False)
+    console.print(needs_table(decision.needs) if decision.needs else unknown, highlight=False)
     unknown = "Disk and network: unknown without the size of a snapshot. Give --snapshot-bytes."
-    console.print(disk_and_network_table(found.kept) if found.kept else unknown, highlight=False)
+    console.print(disk_and_network_table(decision.kept) if decision.kept else unknown, highlight=False)
     if rehearsal is not None:
         console.print(
             f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "
@@ -138,19 +138,19 @@ def _here(options: argparse.Namespace) -> int:
     config = configured(options)
     probed = here.read_probe(options.here, config) if options.here != Path() else None
     try:
-        found = here.forecast_here(config, probed, options.answer_tokens)
+        forecast = here.forecast_here(config, probed, options.answer_tokens)
     except DoesNotFitError as error:
         raise UserError(f"{error}{way_out_here(options, config)}") from error
-    here.show(found, options.json)
+    here.show(forecast, options.json)
     return 0
 
 
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> None:
+def show(decision: _Decided, ranks: int, choices: list[Plan], console: Console) -> None:
     """Print the plan as two short tables, and the origin of its inputs."""
-    plan, inputs, sources = found.plan, found.inputs, found.sources
+    plan, inputs, sources = decision.plan, decision.inputs, decision.sources
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_row("machines", ", ".join(f"[bold]{n} x {name}[/bold]" for name, n in plan.machines.items()))
     for one in (one for one in sources if one.name in ROWS):
@@ -177,8 +177,8 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     table.add_row(
         "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
     )
-    if found.open is not None:
-        table.add_row("once measured", told_range(found.open))
+    if decision.open is not None:
+        table.add_row("once measured", range_in_words(decision.open))
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
     checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
     fact = f"checks cost ${checks['checks_usd']:.2g} a step if they sample half of it; a cheat in every group is paid"

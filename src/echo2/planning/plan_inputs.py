@@ -192,7 +192,7 @@ def read_past_run(directory: Path) -> PastRun:
 def _delays(events: Path) -> tuple[float, ...]:
     """Read how long groups waited for their rewards after their delivery, from the newest part of the event log: the
     middle of each of `DELAYS_MAX` equal parts of them. Empty if there are none, as in logs that were deleted."""
-    delivered, found = dict[int, float](), list[float]()
+    delivered, delays = dict[int, float](), list[float]()
     try:
         with events.open("rb") as file:
             for line in file:
@@ -207,12 +207,12 @@ def _delays(events: Path) -> tuple[float, ...]:
                     if kind == b"GroupDelivered":
                         delivered[number] = now
                     elif (since := delivered.pop(number, None)) is not None:
-                        found.append(max(0.0, now - since))
+                        delays.append(max(0.0, now - since))
     except OSError:
         return ()
-    found.sort()
-    count = min(DELAYS_MAX, len(found))
-    return tuple(found[int((place + 0.5) * len(found) / count)] for place in range(count))
+    delays.sort()
+    count = min(DELAYS_MAX, len(delays))
+    return tuple(delays[int((place + 0.5) * len(delays) / count)] for place in range(count))
 
 
 def _usd_per_step(rows: list[dict[str, Any]]) -> float | None:

@@ -21,7 +21,7 @@ from echo2.learner.core.fitting import SnapshotSize, known_config, machine_with,
 from echo2.learner.decide.memory import GB
 from echo2.planning.first_plan import Basis, Estimated, FirstPlan, usual_delta_share
 from echo2.planning.gpus import several
-from echo2.planning.market import Wanted, known_prices, market_offers
+from echo2.planning.market import MachineFilter, known_prices, market_offers
 from echo2.planning.memory_needs import Needs, learner_that_fits, offers_that_fit
 from echo2.planning.plan import LATE_SHARE
 from echo2.planning.plan_inputs import BroadcastInputs, PastRun, PlanInputs
@@ -92,8 +92,8 @@ def gather(
     train_seconds = _train_seconds(options, past, first, sources)
     pace_seconds = max(train_seconds, _reward_seconds(config, options, past, sources))
     broadcast = _broadcast(config, options, past, first, sources)
-    known = _offers(config, options, sources)
-    offers, estimates = first.offers(known)
+    listed = _offers(config, options, sources)
+    offers, estimates = first.offers(listed)
     sources += estimates
     engine = chosen(config, known_config(config.model.path), ())
     sources.append(Basis("engine", engine.name, engine.why))
@@ -120,7 +120,7 @@ def gather(
         budget_usd=options.budget,
     )
     trains = past is None and options.train_seconds is None
-    return inputs, sources, Estimated(trains, frozenset(one.name for one in known if one.rollouts_per_second is None))
+    return inputs, sources, Estimated(trains, frozenset(one.name for one in listed if one.rollouts_per_second is None))
 
 
 def _offers(config: configuration.Config, options: argparse.Namespace, sources: list[Basis]) -> tuple[Offer, ...]:
@@ -152,8 +152,8 @@ def offered(options: argparse.Namespace) -> tuple[list[Offer], str]:
     prices, origin = known_prices()
     gpus, providers = (tuple(filter(None, (names or "").split(","))) for names in (options.gpus, options.providers))
     memory_gb = options.memory_gb or 0.0
-    wanted = Wanted(options.region or "", options.spot, gpus, options.each, memory_gb, providers)
-    return market_offers(prices, wanted), origin
+    machine_filter = MachineFilter(options.region or "", options.spot, gpus, options.each, memory_gb, providers)
+    return market_offers(prices, machine_filter), origin
 
 
 def are_estimated(options: argparse.Namespace) -> bool:
@@ -198,7 +198,7 @@ def _judge(
     config: configuration.Config, is_untimed: bool, past: PastRun | None, sources: list[Basis]
 ) -> tuple[float, float]:
     """Return the seconds of a step by the judge's limit of requests a minute, and how many groups it scores at once."""
-    judge = config.reward.asked
+    judge = config.reward.judge_config
     if judge is None:
         return 0.0, math.inf
     size = config.sampling.group_size
@@ -225,17 +225,17 @@ def _broadcast(
     first: FirstPlan,
     sources: list[Basis],
 ) -> BroadcastInputs:
-    given = options.broadcast_seconds
-    if given is not None:
-        sources.append(Basis("T_bcast", duration(given), "--broadcast-seconds"))
+    flag_seconds = options.broadcast_seconds
+    if flag_seconds is not None:
+        sources.append(Basis("T_bcast", duration(flag_seconds), "--broadcast-seconds"))
     try:
         weights = _weights(config, options, past, first, sources)
     except UserError:
-        if given is None:
+        if flag_seconds is None:
             raise
-        return BroadcastInputs(seconds=given)
-    if given is not None:
-        return replace(weights, seconds=given)
+        return BroadcastInputs(seconds=flag_seconds)
+    if flag_seconds is not None:
+        return replace(weights, seconds=flag_seconds)
     least = 0.0
     if past is not None and past.broadcast_seconds is not None:
         least = past.broadcast_seconds
@@ -258,11 +258,11 @@ def _weights(
     Raises:
         UserError: they are not known.
     """
-    found = _snapshot_size(config, options, first)
-    full = found.num_bytes
+    snapshot = _snapshot_size(config, options, first)
+    full = snapshot.num_bytes
     origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
-    if found.base_bytes:
-        origin = f"the adapter alone; the model under it, {size(found.base_bytes)}, travels once; {origin}"
+    if snapshot.base_bytes:
+        origin = f"the adapter alone; the model under it, {size(snapshot.base_bytes)}, travels once; {origin}"
     sources.append(Basis("snapshot", size(full), origin))
     delta = None
     if past is not None and past.delta_ratio is not None and past.delta_ratio < 1:
@@ -271,7 +271,7 @@ def _weights(
     elif past is None and options.learner is not None and (share := usual_delta_share(config)) is not None:
         delta = full * share
         sources.append(Basis("delta", size(delta), f"{share:.0%} of a snapshot, as is usual"))
-    return BroadcastInputs(full, delta, base_bytes=found.base_bytes)
+    return BroadcastInputs(full, delta, base_bytes=snapshot.base_bytes)
 
 
 def _snapshot_size(config: configuration.Config, options: argparse.Namespace, first: FirstPlan) -> SnapshotSize:

@@ -170,7 +170,7 @@ async def _measure(
     groups, took = [group for batch, _ in batches for group in batch], sum(took for _, took in batches)
     num_rollouts = sum(group.num_rollouts for group in groups)
     rates = [sum(group.num_rollouts for group in batch) / took for batch, took in batches]
-    rewards, seen = await _scored(config, sampler, groups)
+    rewards, scored = await _scored(config, sampler, groups)
     return Measured(
         rollouts_per_second=num_rollouts / took,
         standard_error=statistics.stdev(rates) / math.sqrt(len(rates)),
@@ -184,7 +184,7 @@ async def _measure(
         rewards=rewards if not config.tasks.environment else None,
         parameters=num_parameters(config.model.path) or 0,
         max_tokens=config.sampling.max_tokens,
-        lengths=seen_lengths(seen, size) if seen else None,
+        lengths=seen_lengths(scored, size) if scored else None,
         core_seconds=computed,
     )
 
@@ -200,22 +200,22 @@ async def _scored(
     config: configuration.Config, sampler: LocalSampler, groups: list[RolloutGroup]
 ) -> tuple[RewardTime, list[SeenGroup]]:
     """Return the mean time to score one of these groups, one after the other, and their lengths by reward."""
-    asked, size, usd = config.reward.asked, config.sampling.group_size, 0.0
-    if asked is not None:
-        count = len(groups[:GROUPS_SCORED]) * asked.num_requests(size)
-        print(f"note: the judge at {asked.base_url} is asked {count} times, and waited for", file=sys.stderr)
-    took, seen = list[float](), list[SeenGroup]()
+    judge, size, usd = config.reward.judge_config, config.sampling.group_size, 0.0
+    if judge is not None:
+        count = len(groups[:GROUPS_SCORED]) * judge.num_requests(size)
+        print(f"note: the judge at {judge.base_url} is asked {count} times, and waited for", file=sys.stderr)
+    took, scored = list[float](), list[SeenGroup]()
     async with reward_processes(config) as processes:
         for group in groups[:GROUPS_SCORED_MAX]:
-            if len(took) >= GROUPS_SCORED and (asked is not None or sum(took) > SCORING_SECONDS):
+            if len(took) >= GROUPS_SCORED and (judge is not None or sum(took) > SCORING_SECONDS):
                 break
             rollouts, seconds = await sampler.score(processes, group)
             took.append(seconds)
             rewards = tuple(rollout.reward or 0.0 for rollout in rollouts)
             answers = tuple(tuple(rollout.tokens) for rollout in rollouts)
-            seen.append(SeenGroup(sampler.prompt_tokens(group.cursor), answers, rewards))
+            scored.append(SeenGroup(sampler.prompt_tokens(group.cursor), answers, rewards))
         at_once = processes.most_at_once
-        if asked is not None and processes.judge is not None:
-            at_once = min(at_once, asked.groups_at_once(size))
+        if judge is not None and processes.judge is not None:
+            at_once = min(at_once, judge.groups_at_once(size))
             usd = processes.judge.spent_usd / len(took)
-        return RewardTime(statistics.fmean(took), at_once, usd), seen
+        return RewardTime(statistics.fmean(took), at_once, usd), scored

@@ -47,17 +47,17 @@ def remedies(refusal: NoPlanError, rates_are_estimated: bool = False) -> list[Re
     batches: list[_Kind] = [] if rates_are_estimated else [_smaller_batches]
     free = [_without_budget] if inputs.is_free else []
     kinds = (*free, _staler, _larger_steps, *batches, _idler, _more_machines)
-    if found := [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]:
-        return found
+    if possible := [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]:
+        return possible
     both = (_first(inputs, tries) for tries in _more_of_both(inputs, refusal, batches))
     return [next((one for one in both if one is not None), None) or _on_policy(inputs)]
 
 
 def _on_policy(inputs: PlanInputs) -> Remedy:
     """Without staleness the learner may wait for as long as it takes, so there always is a plan."""
-    found = replace(inputs, max_staleness=0, budget_usd=None)
+    on_policy = replace(inputs, max_staleness=0, budget_usd=None)
     flags = {"--schedule.max_staleness": "0", "--schedule.publish_every": "1"}
-    return Remedy(flags | _no_budget(inputs), {}, found, make_plan(found))
+    return Remedy(flags | _no_budget(inputs), {}, on_policy, make_plan(on_policy))
 
 
 @dataclass(frozen=True, slots=True)

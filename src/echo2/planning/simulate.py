@@ -137,13 +137,15 @@ def simulate(study: Study, seed: int, quiet: bool = False) -> list[Report]:
     with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
         task = bar.add_task("simulating", total=total)
 
-        def tell(done: int, steps: int) -> None:
+        def report_progress(done: int, steps: int) -> None:
             bar.update(task, completed=done + steps)
-            plain.tell(f"simulated {done + steps} of {total} steps", is_last=done + steps == total)
+            plain.print_due(f"simulated {done + steps} of {total} steps", is_last=done + steps == total)
 
         for case in study.cases:
             done = sum(report.steps for report in reports)
-            reports.append(run_scenario(case.scenario, seed, keeps_events=False, progress=partial(tell, done)))
+            reports.append(
+                run_scenario(case.scenario, seed, keeps_events=False, progress=partial(report_progress, done))
+            )
     return reports
 
 

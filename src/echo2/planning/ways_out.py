@@ -80,7 +80,7 @@ def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError)
         if more is not None:
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"{_lead(more[1])}, with more rollouts at once: `{command}` ({_in_short(more[1])})."
-        return _told(options, remedies(error, are_estimated(options)))
+        return _advice(options, remedies(error, are_estimated(options)))
     is_large = isinstance(error, DoesNotFitError) and options.here is None
     changes = {} if is_large else _valid(options, past)
     if changes is None:
@@ -90,12 +90,12 @@ def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError)
         changes = _fitting(options, changes, past)
     except DoesNotFitError as refusal:
         return str(refusal)
-    config, asked = _with(options, changes, past)
-    inputs = ready(config, asked, past)[0]
+    config, changed = _with(options, changes, past)
+    inputs = ready(config, changed, past)[0]
     try:
         plan = make_plan(inputs, SearchLimit(WAYS_OUT))
     except NoPlanError as refusal:
-        return _told(asked, remedies(refusal, are_estimated(asked)))
+        return _advice(changed, remedies(refusal, are_estimated(changed)))
     return f"{_lead(plan, changes)}: `{_command(options, changes)}` ({_in_short(plan)})."
 
 
@@ -105,12 +105,12 @@ def _valid(options: argparse.Namespace, past: PastRun | None) -> dict[str, str] 
     with contextlib.suppress(UserError):
         model = configured(_flagged(options, {"--learner": ""})).model.path if options.config else None
     for changes in _repairs(options, model):
-        asked = _flagged(options, changes)
-        if past is None if asked.source is not None else str(asked.config) not in asked.given:
+        changed = _flagged(options, changes)
+        if past is None if changed.source is not None else str(changed.config) not in changed.argv:
             continue  # that run cannot be read; or it had the configuration
-        left = None if "--from" in changes else past
+        past_run = None if "--from" in changes else past
         try:
-            check_inputs(ready(*_with(options, changes, left), left)[0])
+            check_inputs(ready(*_with(options, changes, past_run), past_run)[0])
         except (DoesNotFitError, NoPlanError):  # these are looked at next
             return changes
         except UserError:
@@ -128,11 +128,11 @@ def _fitting(options: argparse.Namespace, begun: dict[str, str], past: PastRun |
     Raises:
         DoesNotFitError: there are none.
     """
-    config, asked = _with(options, begun, past)
+    config, changed = _with(options, begun, past)
     shape = model_shape(config.model.path)
     if shape is None:
         return begun
-    changes = begun | _of_worker(config, asked, shape)
+    changes = begun | _of_worker(config, changed, shape)
     return changes | _of_learner(*_with(options, changes, past), shape)
 
 
@@ -188,11 +188,11 @@ def _of_learner(config: Config, options: argparse.Namespace, shape: ModelShape) 
         for settings, smaller in learner_savings(config):
             need = learner_need(smaller, shape, learner_machine(smaller, memory_gb))
             if need.total <= need.available:
-                found = flags | _as_flags(settings)
+                changes = flags | _as_flags(settings)
                 if options.learner and "learner.ranks" in settings:
                     name = several(flags.get("--learner", options.learner), "--learner")[1]
-                    found["--learner"] = f"{smaller.learner.ranks}x{name}"
-                return found
+                    changes["--learner"] = f"{smaller.learner.ranks}x{name}"
+                return changes
     raise DoesNotFitError(
         f"No GPU that is known holds the learner, not even with {_in_words(settings)}: it needs {need.total / GB:.0f} "
         f"GB of {need.available / GB:.0f}; {largest_model(need)}."
@@ -229,26 +229,26 @@ def _with(
     options: argparse.Namespace, changes: dict[str, str], past: PastRun | None
 ) -> tuple[Config, argparse.Namespace]:
     """Return configuration and flags with these changes, as the command line would give them."""
-    asked = with_learner(_flagged(options, changes), past)[0]
-    return configured(asked), asked
+    changed = with_learner(_flagged(options, changes), past)[0]
+    return configured(changed), changed
 
 
 def _flagged(options: argparse.Namespace, changes: dict[str, str]) -> argparse.Namespace:
     """Return the flags with these changes, and the words that give them."""
-    asked = argparse.Namespace(**vars(options))
-    asked.given = _words(options, changes)
-    asked.overrides = dict(options.overrides)
+    changed = argparse.Namespace(**vars(options))
+    changed.argv = _words(options, changes)
+    changed.overrides = dict(options.overrides)
     for flag, value in changes.items():
         if "." in flag:
-            asked.overrides.pop(flag[2:], None)
-            asked.overrides |= {flag[2:]: value} if value else {}
+            changed.overrides.pop(flag[2:], None)
+            changed.overrides |= {flag[2:]: value} if value else {}
         elif flag == CONFIG:
-            asked.config = Path(value)
+            changed.config = Path(value)
         else:
             field = "source" if flag == "--from" else flag[2:].replace("-", "_")
             kind = {"offers": Path, "learner": str, "gpus": str}.get(field, float)
-            setattr(asked, field, kind(value) if value else WITHOUT.get(field))
-    return asked
+            setattr(changed, field, kind(value) if value else WITHOUT.get(field))
+    return changed
 
 
 def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator[tuple[str, Plan]]:
@@ -266,15 +266,15 @@ def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator
             continue
 
 
-def _told(options: argparse.Namespace, found: list[Remedy]) -> str:
-    found = sorted(found, key=lambda one: not _is_busy(one.plan))
-    edits, others = _edits(found[0], options.offers), []
-    for one in found[1:]:
+def _advice(options: argparse.Namespace, choices: list[Remedy]) -> str:
+    choices = sorted(choices, key=lambda one: not _is_busy(one.plan))
+    edits, others = _edits(choices[0], options.offers), []
+    for one in choices[1:]:
         flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in _flags(one, options).items()]
         others.append(" and ".join([*flags, *_edits(one, options.offers)]))
-    first = f"`{_command(options, _flags(found[0], options))}` ({_in_short(found[0].plan)})"
+    first = f"`{_command(options, _flags(choices[0], options))}` ({_in_short(choices[0].plan)})"
     before = f"with {' and '.join(edits)}: " if edits else ""
-    return f"{_lead(found[0].plan)}: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
+    return f"{_lead(choices[0].plan)}: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
 
 
 def _flags(remedy: Remedy, options: argparse.Namespace) -> dict[str, str]:
@@ -310,7 +310,7 @@ def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
 
 
 def _words(options: argparse.Namespace, changes: dict[str, str]) -> list[str]:
-    words = [word for word in options.given if word not in ("--json", "--rehearse")]
+    words = [word for word in options.argv if word not in ("--json", "--rehearse")]
     for flag, value in changes.items():
         if flag == CONFIG:
             words = [*(word for word in words if word != str(options.config)), value]
@@ -328,9 +328,9 @@ def _repairs(options: argparse.Namespace, model: str | None) -> Iterator[dict[st
     needed = {**_of_config(options), **_of_model(model), **({} if options.here is None else {"--here": ""})}
     if needed:
         yield needed
-    given = [word.partition("=")[0] for word in options.given]
-    singles = [*_fewer_ranks(options), *({flag: ""} for flag in DISPENSABLE if flag in given)]
-    singles += [{word: ""} for word in given if word.startswith("--") and "." in word]
+    set_flags = [word.partition("=")[0] for word in options.argv]
+    singles = [*_fewer_ranks(options), *({flag: ""} for flag in DISPENSABLE if flag in set_flags)]
+    singles += [{word: ""} for word in set_flags if word.startswith("--") and "." in word]
     singles += [{"--offers": "market"}] if str(options.offers) != "market" else []
     groups = (them for number in range(1, CHANGES_MAX + 1) for them in itertools.combinations(singles, number))
     for group in itertools.islice(groups, TRIES_MAX):
@@ -366,11 +366,11 @@ def _fewer_ranks(options: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 def _near(model: str) -> str:
     """Return the model of known sizes that is nearest by the size in its name."""
-    found = _BILLIONS.search(Path(model).name)
-    billions = (float(found[1]) if found else 0.0) or 1.0
+    match = _BILLIONS.search(Path(model).name)
+    billions = (float(match[1]) if match else 0.0) or 1.0
 
     def distance(name: str) -> float:
-        known = _BILLIONS.search(name)
-        return abs(float(known[1]) / billions - 1) if known else 1e9
+        other = _BILLIONS.search(name)
+        return abs(float(other[1]) / billions - 1) if other else 1e9
 
     return min(known_models(), key=distance)

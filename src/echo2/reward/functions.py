@@ -34,18 +34,18 @@ _NUMBER = re.compile(
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """Whether the completion is the column `answer`, apart from white space at both ends."""
     return [
-        float(text_of(completion).strip() == str(_given(wanted)).strip())
-        for completion, wanted in zip(completions, answer, strict=True)
+        float(text_of(completion).strip() == str(_not_null(expected)).strip())
+        for completion, expected in zip(completions, answer, strict=True)
     ]
 
 
 def numeric_match(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """Whether the last number in the completion equals the last in the column `answer` (also in GSM8K's `#### 42`)."""
     scores: list[float | None] = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        number = last_number(str(_given(wanted)))
+    for completion, expected in zip(completions, answer, strict=True):
+        number = last_number(str(_not_null(expected)))
         if number is None:
-            raise UserError(f"finds no number in the column 'answer': {wanted!r}")
+            raise UserError(f"finds no number in the column 'answer': {expected!r}")
         scores.append(float(last_number(text_of(completion)) == number))
     return scores
 
@@ -56,7 +56,7 @@ def math_match(completions: Sequence[Completion], answer: Sequence[Any], **_: An
     If a text has a `####` (GSM8K's form), only the line after the last one counts, unless the text also has a \\boxed
     answer, which is clearer.
     """
-    return _in_sandbox("math", completions, [str(_given(wanted)) for wanted in answer])
+    return _in_sandbox("math", completions, [str(_not_null(expected)) for expected in answer])
 
 
 def reasoning_gym_score(
@@ -132,11 +132,11 @@ def text_of(completion: Completion) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in a text, exact; None if there is none."""
-    found = _NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typesetters
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typesetters
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _given(wanted: Any) -> Any:
-    if wanted is None:
+def _not_null(expected: Any) -> Any:
+    if expected is None:
         raise UserError("finds null in the column 'answer'")
-    return wanted
+    return expected

@@ -79,7 +79,7 @@ def open_judge(
     config: Config, spent_usd: float = 0.0, on_retry: Callable[[str], None] = lambda problem: None
 ) -> Judge | None:
     """Return the run's judge; None: it has none. Raises as `Judge`."""
-    judge, seconds = config.reward.asked, config.reward.timeout_seconds
+    judge, seconds = config.reward.judge_config, config.reward.timeout_seconds
     return Judge(judge, config.run.seed, seconds, spent_usd, on_retry) if judge is not None else None
 
 
@@ -138,12 +138,12 @@ class Judge:
             UserError: the task lacks a column that the rubric names.
         """
         compared = [(at,) for at in range(len(texts))] if self._judge.form == "rubric" else self._pairs(texts)
-        found = await asyncio.gather(*(self._asked(task, [texts[at] for at in places]) for places in compared))
-        seconds = sum(took for _, took in found) / max(1, min(len(found), self._judge.max_concurrency))
+        verdicts = await asyncio.gather(*(self._verdict(task, [texts[at] for at in places]) for places in compared))
+        seconds = sum(took for _, took in verdicts) / max(1, min(len(verdicts), self._judge.max_concurrency))
         if self._judge.form == "rubric":
-            return [score for score, _ in found], seconds
+            return [score for score, _ in verdicts], seconds
         won, failures = [list[float]() for _ in texts], dict[int, JudgeFailure]()
-        for (first, second), (score, _) in zip(compared, found, strict=True):
+        for (first, second), (score, _) in zip(compared, verdicts, strict=True):
             if isinstance(score, JudgeFailure):
                 failures[first] = failures[second] = score
             else:
@@ -163,14 +163,14 @@ class Judge:
 
     def _pairs(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the comparisons of a group: each pair in a drawn order, or in both."""
-        found: list[tuple[int, ...]] = []
+        pairs: list[tuple[int, ...]] = []
         for pair in itertools.combinations(range(len(texts)), 2):
-            said = json.dumps([self._seed, *(texts[at] for at in pair)]).encode()
-            first = pair if hashlib.blake2b(said, digest_size=1).digest()[0] % 2 else pair[::-1]
-            found += [first] if self._judge.form == "pairwise" else [first, first[::-1]]
-        return found
+            content = json.dumps([self._seed, *(texts[at] for at in pair)]).encode()
+            first = pair if hashlib.blake2b(content, digest_size=1).digest()[0] % 2 else pair[::-1]
+            pairs += [first] if self._judge.form == "pairwise" else [first, first[::-1]]
+        return pairs
 
-    async def _asked(self, task: Task, answers: Sequence[str]) -> tuple[float | JudgeFailure, float]:
+    async def _verdict(self, task: Task, answers: Sequence[str]) -> tuple[float | JudgeFailure, float]:
         """Return the score of an answer, or of the first of two, and the seconds that it took. It is remembered."""
         if len(answers) == 2 and answers[0] == answers[1]:
             return 0.5, 0.0
@@ -196,13 +196,13 @@ class Judge:
             JudgeFailure: none came at `TRIES_MAX` tries.
             BudgetSpent: the next request may cost too much.
         """
-        said = f"the judge {self._judge.model} gave no verdict"
+        problem_start = f"the judge {self._judge.model} gave no verdict"
         try:
             return await self._endpoint.persist(
-                lambda: self._try(body, is_pair), lambda problem: self._on_retry(f"{said}: {problem}")
+                lambda: self._try(body, is_pair), lambda problem: self._on_retry(f"{problem_start}: {problem}")
             )
         except FailedTries as error:
-            raise JudgeFailure(f"{said}: {error}. It was asked {TRIES_MAX} times.") from error
+            raise JudgeFailure(f"{problem_start}: {error}. It was asked {TRIES_MAX} times.") from error
 
     async def _try(self, body: bytes, is_pair: bool) -> tuple[float, float]:
         """Make a request when the limits allow it."""

@@ -124,14 +124,14 @@ def _trl_style(
 def _trl_arguments(task: Task, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """TRL's keyword arguments. Each rollout gets its own copy of shared values, since a function may modify them."""
     prompt = task.prompt if isinstance(task.prompt, str) else [asdict(message) for message in task.prompt]
-    given = {name: [one.reward_parts[name] for one in rollouts if name in one.reward_parts] for name in GIVEN}
+    parts = {name: [one.reward_parts[name] for one in rollouts if name in one.reward_parts] for name in GIVEN}
     answers = [r.text if prompt is task.prompt else [{"role": "assistant", "content": r.text}] for r in rollouts]
     return {
         **{name: [copy.deepcopy(value) for _ in rollouts] for name, value in task.columns.items()},
         "prompts": [copy.deepcopy(prompt) for _ in rollouts],
         "completions": answers,
         "completion_ids": [r.tokens.tolist() for r in rollouts],
-        **{f"{name}_reward": values for name, values in given.items() if len(values) == len(rollouts)},
+        **{f"{name}_reward": values for name, values in parts.items() if len(values) == len(rollouts)},
     }
 
 
@@ -171,7 +171,7 @@ def _verl_arguments(signature: inspect.Signature, task: Task, rollout: Rollout) 
 def _ground_truth(columns: Mapping[str, Any]) -> Any:
     """Return the ground truth: verl's rows hold it in `reward_model`, flat rows in a column of its own."""
     nested = columns.get("reward_model")
-    found = nested.get("ground_truth") if isinstance(nested, Mapping) else columns.get("ground_truth")
-    if found is None:
+    truth = nested.get("ground_truth") if isinstance(nested, Mapping) else columns.get("ground_truth")
+    if truth is None:
         raise UserError("needs reward_model.ground_truth or ground_truth, and this task has neither")
-    return found
+    return truth

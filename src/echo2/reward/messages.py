@@ -57,8 +57,8 @@ def group_of(message: dict[str, Any]) -> tuple[Task, list[Rollout]]:
     rollouts = []
     for one in message["rollouts"]:
         tokens = array("i", one.get("tokens", ()))
-        found = Rollout(tokens, array("f"), b"", (), one["finish"], one["text"], reward_parts=one["parts"])
-        rollouts.append(found)
+        rollout = Rollout(tokens, array("f"), b"", (), one["finish"], one["text"], reward_parts=one["parts"])
+        rollouts.append(rollout)
     return Task(plain["cursor"], prompt, plain["columns"]), rollouts
 
 
@@ -84,10 +84,10 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     def score_one(group: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
         try:
-            found = _scores(scorer.score_each(*group_of(group)))
+            answer = _scores(scorer.score_each(*group_of(group)))
         except UserError as error:
-            found = _failed(error)
-        return found | {"seconds": time.perf_counter() - began}
+            answer = _failed(error)
+        return answer | {"seconds": time.perf_counter() - began}
 
     async def score_together(request: dict[str, Any]) -> dict[str, Any]:
         groups = await asyncio.gather(*map(score_one_async, request["groups"]))
@@ -98,13 +98,13 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
-                found = _scores(await scorer.score_each_async(task, rollouts))
+                answer = _scores(await scorer.score_each_async(task, rollouts))
         except TimeoutError:
             problem = f"The reward functions took longer than {seconds:g} s for task {task.cursor}"
-            found = _failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
+            answer = _failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
         except UserError as error:
-            found = _failed(error)
-        return found | {"seconds": time.perf_counter() - began}
+            answer = _failed(error)
+        return answer | {"seconds": time.perf_counter() - began}
 
     facts = {"is_async": scorer.is_async, "takes_tokens": scorer.takes_tokens}
     return (score_together if scorer.is_async else score), facts

@@ -107,8 +107,8 @@ class RewardProcesses:
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of each function, over the groups scored since the last call of this."""
-        taken, self._seconds_by_function = self._seconds_by_function, {}
-        return taken
+        seconds, self._seconds_by_function = self._seconds_by_function, {}
+        return seconds
 
     @property
     def pids(self) -> list[int]:
@@ -166,10 +166,10 @@ class RewardProcesses:
                 kept.append(replace(rollout, reward_parts={**rollout.reward_parts, **parts}))
         if failures and not kept:
             raise next(iter(failures.values()))
-        left = [text for at, text in enumerate(texts) if at not in failures]
-        scores, more = await self._by_functions(task, kept, left)
-        found = iter(scores)
-        return [failures[at] if at in failures else next(found) for at in range(len(texts))], seconds + more
+        texts_left = [text for at, text in enumerate(texts) if at not in failures]
+        scores, more = await self._by_functions(task, kept, texts_left)
+        remaining_scores = iter(scores)
+        return [failures[at] if at in failures else next(remaining_scores) for at in range(len(texts))], seconds + more
 
     async def _by_functions(
         self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]
@@ -192,10 +192,10 @@ class RewardProcesses:
             self._on_retry(last["failed"], last["traceback"])
             await retries.pause()
         tried = f" It was tried {num_tries} times." if num_tries > 1 else ""
-        found = {at: RewardFailure(one["failed"] + tried, seconds, one["traceback"]) for at, one in failures.items()}
-        if found and not scores:
-            raise next(iter(found.values()))
-        return [found[at] if at in found else scores[at] for at in range(len(rollouts))], seconds
+        failed = {at: RewardFailure(one["failed"] + tried, seconds, one["traceback"]) for at, one in failures.items()}
+        if failed and not scores:
+            raise next(iter(failed.values()))
+        return [failed[at] if at in failed else scores[at] for at in range(len(rollouts))], seconds
 
     async def _try(self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> tuple[dict[str, Any], float]:
         """Score the rollouts once; return the answer for their group, and the seconds that it took."""
@@ -249,10 +249,10 @@ class RewardProcesses:
             groups += [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
             self._is_asking = False
             self._request_soon()
-            left = await self._answer(process, [group for group in groups if not group.answer.done()])
+            unanswered = await self._answer(process, [group for group in groups if not group.answer.done()])
         finally:
             self._free.put_nowait(process)
-        for group in left:
+        for group in unanswered:
             async with self._alone_lock:
                 self._alone = self._alone or CodeProcess(*self._process_arguments)
                 await self._answer(self._alone, [group])
@@ -267,8 +267,8 @@ class RewardProcesses:
         request, began = {"groups": [group.message for group in groups]}, time.monotonic()
         try:
             answer = await process.call(request, seconds, groups[0].doing, ADVICE)
-            found = list(zip(groups, answer["groups"], strict=False))
-            self._waiting.extendleft(reversed(groups[len(found) :]))
+            answers = list(zip(groups, answer["groups"], strict=False))
+            self._waiting.extendleft(reversed(groups[len(answers) :]))
             self._request_soon()
             for name, took in answer["seconds"].items():
                 self._seconds_by_function[name] = self._seconds_by_function.get(name, 0.0) + took
@@ -284,14 +284,14 @@ class RewardProcesses:
                 "may_pass": False,
                 "seconds": groups[0].lost_seconds + took,
             }
-            found = [(groups[0], broken)]
+            answers = [(groups[0], broken)]
         except Exception as error:
             for group in groups:
                 if not group.answer.done():
                     group.answer.set_exception(error)
             return ()
-        self._seconds = max(1e-6, (time.monotonic() - began) / len(found))
-        for group, scores in found:
+        self._seconds = max(1e-6, (time.monotonic() - began) / len(answers))
+        for group, scores in answers:
             if not group.answer.done():
                 group.answer.set_result((scores, scores["seconds"]))
         return ()

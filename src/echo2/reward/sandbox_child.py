@@ -77,8 +77,8 @@ def _scores(scorer: Score, texts: Sequence[str]) -> list[float]:
         waiting = deque(place for place, score in enumerate(scores) if score is None)
         while waiting and lost < LOST_SECONDS:
             limit = min(seconds, LOST_SECONDS - lost)
-            found, is_dead, last_seconds = _scores_of_a_fork(scorer, [texts[place] for place in waiting], limit)
-            for score in found:
+            some_scores, is_dead, last_seconds = _scores_of_a_fork(scorer, [texts[place] for place in waiting], limit)
+            for score in some_scores:
                 scores[waiting.popleft()] = score
             if waiting:
                 lost += last_seconds
@@ -136,8 +136,8 @@ class _Stopwatch:
 
     def waits_for(self, pipe: int, limit: float) -> bool:
         """Return whether the fork sends something, or ends, before the limit."""
-        while not select.select([pipe], [], [], left := max(0.0, limit - self.seconds))[0]:
-            if not left:
+        while not select.select([pipe], [], [], seconds_left := max(0.0, limit - self.seconds))[0]:
+            if not seconds_left:
                 return False
         return True
 

@@ -64,9 +64,9 @@ class Scorer:
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        found = [weighted(entry) for entry in entries]
-        self._weights = [weight for weight, _ in found]
-        self._functions = [load_reward(name) for _, name in found]
+        weighted_names = [weighted(entry) for entry in entries]
+        self._weights = [weight for weight, _ in weighted_names]
+        self._functions = [load_reward(name) for _, name in weighted_names]
         self._seconds: dict[str, float] = {}
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
@@ -86,13 +86,13 @@ class Scorer:
 
     def take_seconds(self) -> dict[str, float]:
         """Return the functions' seconds since the last call of this, by name; concurrent calls each count in full."""
-        taken, self._seconds = self._seconds, {}
-        return taken
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def missing_columns(self, task: Task) -> list[tuple[str, str]]:
         """Return (function, column) for each function that needs a column that the task lacks."""
-        found = [(function.name, function.missing_column(task)) for function in self._functions]
-        return [(name, column) for name, column in found if column]
+        columns = [(function.name, function.missing_column(task)) for function in self._functions]
+        return [(name, column) for name, column in columns if column]
 
     def score_each(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout | RewardFailure, ...]:
         """Return the rollouts with `reward_parts` and `reward` filled in, or the failure of a rollout's reward.
@@ -112,8 +112,8 @@ class Scorer:
         try:
             values = await asyncio.gather(*calls)
         except asyncio.CancelledError as error:
-            asked = asyncio.current_task()
-            if asked is not None and asked.cancelling():
+            task_here = asyncio.current_task()
+            if task_here is not None and task_here.cancelling():
                 raise
             # The cancellation came out of a function whose own task group or judge was cancelled.
             names = ", ".join(function.name for function in self._functions)
@@ -133,10 +133,10 @@ class Scorer:
                     parts[i] |= {function.name: result[0], **result[1]}
                     totals[i] += weight * result[0]
         names = ", ".join(function.name for function in self._functions)
-        for i, found in enumerate(parts):
+        for i, named_scores in enumerate(parts):
             if i in failures:
                 continue
-            if self._functions and not found:
+            if self._functions and not named_scores:
                 failures[i] = _failure(names, f"returned None for rollout {i}: no function scores it", task)
             elif not abs(totals[i]) <= REWARD_MAX:  # also refuses NaN
                 failures[i] = _failure(names, f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)

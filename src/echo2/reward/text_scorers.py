@@ -90,15 +90,15 @@ def _mathematics(column: Any) -> Score:
     @cache
     def gold() -> Any:  # parsed in the fork, like completions: rows may come from strangers, too
         text = final_answer(str(column))
-        found = parse(text, parsing_timeout=0) or parse(f"${text}$", parsing_timeout=0)
-        if not found:
+        parsed = parse(text, parsing_timeout=0) or parse(f"${text}$", parsing_timeout=0)
+        if not parsed:
             raise UnreadableColumn
-        return found
+        return parsed
 
     def score(text: str) -> float:
-        wanted = gold()  # before the completion can use up the memory that this needs
-        found = parse(final_answer(text[-MAX_MATH_CHARS:]), parsing_timeout=0)
-        return float(verify(wanted, found, timeout_seconds=0))  # 0: no limit; the parent kills a slow fork
+        truth = gold()  # before the completion can use up the memory that this needs
+        parsed = parse(final_answer(text[-MAX_MATH_CHARS:]), parsing_timeout=0)
+        return float(verify(truth, parsed, timeout_seconds=0))  # 0: no limit; the parent kills a slow fork
 
     return score
 

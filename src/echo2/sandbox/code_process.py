@@ -234,7 +234,7 @@ class CodeProcess:
         """The end of the log, for an error message. A crash report is shown from its beginning, which has the cause."""
         if self._log_path is None:
             return "What it printed is in this process's log."
-        end = process.said(LOG_BYTES_READ).decode(errors="replace").strip().replace("\n", " | ")
+        end = process.log_tail(LOG_BYTES_READ).decode(errors="replace").strip().replace("\n", " | ")
         crash = end.rfind(CRASH_LINE)
         text = end[-LOG_CHARS_SHOWN:] if crash < 0 else end[crash : crash + LOG_CHARS_SHOWN]
         return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")

@@ -106,9 +106,9 @@ class Budgets:
             if not party.calls_per_second:
                 continue
             rate, burst, debt_max = party.calls_per_second, party.calls_burst, limits.REFUSALS_MAX
-            left = self._calls.take(party.name, rate, burst, now, debt_max=debt_max)
-            if left < 0:
-                raise OverBudget(f"more than {rate:g} calls a second of {party.name}", left < -debt_max)
+            allowance = self._calls.take(party.name, rate, burst, now, debt_max=debt_max)
+            if allowance < 0:
+                raise OverBudget(f"more than {rate:g} calls a second of {party.name}", allowance < -debt_max)
 
     @contextmanager
     def under_way(self, name: str) -> Iterator[None]:
@@ -179,8 +179,8 @@ class Budgets:
         wait_seconds = 0.0
         for party in parties:
             if num_bytes and (rate := party.sent_per_second):
-                left = self._sent.take(party.name, rate, party.sent_burst, now, num_bytes, debt_max=math.inf)
-                wait_seconds = max(wait_seconds, -left / rate)
+                allowance = self._sent.take(party.name, rate, party.sent_burst, now, num_bytes, debt_max=math.inf)
+                wait_seconds = max(wait_seconds, -allowance / rate)
         return wait_seconds
 
     def unread(self, party: Party) -> float:

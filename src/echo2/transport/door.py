@@ -60,10 +60,10 @@ _ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 def raise_descriptor_limit() -> int:
     """Raise this process's descriptor limit as far as the system allows; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    limit = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
     return DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
 
 
@@ -134,8 +134,8 @@ class Door:
             dual = [(int(socket.AF_INET6), "::")] if socket.has_dualstack_ipv6() else []
             return [*dual, (int(socket.AF_INET), "0.0.0.0")]
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys((int(family), str(where[0])) for family, _, _, _, where in found))
+        infos = await loop.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys((int(family), str(where[0])) for family, _, _, _, where in infos))
 
     def caller(self, inner_peer: str) -> Connection | None:
         """The connection whose inner address at the server is, say, "ipv4:127.0.0.1:4700"; None: it is closed."""
@@ -167,7 +167,7 @@ class Door:
         loop = asyncio.get_running_loop()
         for _ in range(ACCEPTS_PER_TURN):
             try:
-                taken, address = listener.accept()
+                sock, address = listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -181,14 +181,14 @@ class Door:
             why = self._reason_against(network(host))
             if why:
                 self.refuse(why, host)
-                taken.close()
+                sock.close()
                 continue
-            taken.setblocking(False)
+            sock.setblocking(False)
             # asyncio does that only where a socket names its protocol, and accepted ones don't. With Nagle's algorithm
             # the end of a chunk waits a round trip and goes out alone; BBR takes it for all that the path carries.
-            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _notice_when_gone(taken)
-            Connection(self, host).start(taken)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _notice_when_gone(sock)
+            Connection(self, host).start(sock)
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
@@ -317,15 +317,15 @@ class Connection:
         self._timer = loop.call_later(FIRST_BYTES_SECONDS, self.drop, "said nothing")
         door.accepted(self)
 
-    def start(self, taken: socket.socket) -> None:
+    def start(self, sock: socket.socket) -> None:
         """Begin to read what this caller sends."""
-        self._task = spawn(self._take(taken), self._broke)
+        self._task = spawn(self._take(sock), self._broke)
 
-    async def _take(self, taken: socket.socket) -> None:
+    async def _take(self, sock: socket.socket) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: self.outer, taken)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: self.outer, sock)
         except OSError as error:
-            taken.close()
+            sock.close()
             self.drop(f"could not be taken: {error.strerror}")
             self._end()
 
@@ -465,19 +465,19 @@ def _listen(family: int, address: str, port: int) -> socket.socket:
     return listener
 
 
-def _notice_when_gone(taken: socket.socket) -> None:
+def _notice_when_gone(sock: socket.socket) -> None:
     """Have the kernel close a connection whose caller's machine vanished: it asks by itself, without waking a process
     at either end, where pings of gRPC for thousands of silent workers cost a large share of a core.
     """
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
     elif sys.platform == "darwin":
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, QUIET_SECONDS)
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_SECONDS // QUIET_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, QUIET_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_SECONDS // QUIET_SECONDS)
 
 
 def _plain(host: str) -> str:

@@ -154,8 +154,8 @@ class GrpcLink:
                 self._failed_at(address)
             if _NO_HOST.search(details):
                 return _unreached(address, "there is no such host")
-            if found := _NO_CONNECTION.search(details):
-                return _unreached(address, found[1])
+            if match := _NO_CONNECTION.search(details):
+                return _unreached(address, match[1])
             if "proxy" in details.lower():
                 return _unreached(address, details[:500])
             if "CERTIFICATE_VERIFY_FAILED" in details:

@@ -82,13 +82,13 @@ def note(host: str) -> str:
     set. Passwords are left out."""
     if url := proxy_of(host):
         return f"It was called through the proxy {_shown(url)}, as {VARIABLE} says: does that allow CONNECT?"
-    found = next((name for name in (VARIABLE, *OTHERS) if os.environ.get(name)), "")
-    if not found:
+    variable = next((name for name in (VARIABLE, *OTHERS) if os.environ.get(name)), "")
+    if not variable:
         return ""
-    beginning = f"{found} is set, and was not used:"
+    beginning = f"{variable} is set, and was not used:"
     if addresses.is_private(host):
         return f"{beginning} private addresses are called directly."
-    if found == VARIABLE:
+    if variable == VARIABLE:
         return f"{beginning} no_proxy excepts {host}."
     return f"{beginning} if only that proxy leads to {host}, set {VARIABLE} to it."
 

@@ -120,17 +120,17 @@ class RunIdentity:
         Raises:
             UserError: there is no such ticket, it was revoked, its certificate expires earlier, or it can't be stored.
         """
-        known = self.ticket(ticket_id)
+        ticket = self.ticket(ticket_id)
         until = time.time() + hours * 3600
-        if known.refuses == "revoked":
+        if ticket.refuses == "revoked":
             raise UserError(
                 f"Ticket {ticket_id} was revoked, with all machines that joined with it. Make another: `echo2 invite`."
             )
-        if until > known.terms.valid_until:
-            days = max(0.0, known.terms.valid_until - time.time()) / 86_400
+        if until > ticket.terms.valid_until:
+            days = max(0.0, ticket.terms.valid_until - time.time()) / 86_400
             raise UserError(f"Ticket {ticket_id} can be renewed for {days:.0f} days at most. Make another.")
-        uses += len(known.members)
-        self._write(ticket_id, replace(known.terms, uses=uses, expires=until, is_closed=False))
+        uses += len(ticket.members)
+        self._write(ticket_id, replace(ticket.terms, uses=uses, expires=until, is_closed=False))
 
     def tickets(self) -> list[KnownTicket]:
         """All tickets of the run.
@@ -154,8 +154,8 @@ class RunIdentity:
         except (OSError, ValueError) as error:
             raise UserError(f"Cannot read ticket {ticket_id} in {self._directory}: {error}.") from error
         if terms is None:
-            known = ", ".join(self._terms.ids()) or "none"
-            raise UserError(f"There is no ticket {ticket_id!r}. Known: {known}.")
+            known_ids = ", ".join(self._terms.ids()) or "none"
+            raise UserError(f"There is no ticket {ticket_id!r}. Known: {known_ids}.")
         members = tuple(peer_id for peer_id, entry in self._members.items() if entry["ticket"] == ticket_id)
         return KnownTicket(ticket_id, terms, members, self._refuses(ticket_id, terms, len(members)))
 
@@ -258,8 +258,8 @@ class RunIdentity:
         """
         entry = self._members.get(revoked_id)
         if entry is None and revoked_id not in self._terms.ids():
-            known = ", ".join([*sorted(self._members), *self._terms.ids()]) or "none"
-            raise UserError(f"There is no {revoked_id!r} to revoke. Known peers and tickets: {known}.")
+            known_ids = ", ".join([*sorted(self._members), *self._terms.ids()]) or "none"
+            raise UserError(f"There is no {revoked_id!r} to revoke. Known peers and tickets: {known_ids}.")
         try:
             (self._directory / _REVOKED / revoked_id).touch(mode=0o600)
         except OSError as error:

@@ -110,8 +110,8 @@ def decode_logprobs(messages: Iterable[wire.GroupLogprobs]) -> LearnerLogprobs:
     Raises:
         PeerError: "malformed": more than `LOGGED_GROUPS` groups or `LOGGED_TOKENS` tokens, or no whole float32.
     """
-    found = {message.group: message.rollouts for message in messages}
-    sizes = [len(data) for rollouts in found.values() for data in rollouts]
-    if len(found) > LOGGED_GROUPS or sum(sizes) > 4 * LOGGED_TOKENS or any(size % 4 for size in sizes):
-        raise PeerError("malformed", f"logprobs of {len(found)} groups in {sum(sizes)} bytes")
-    return {number: [array("f", data) for data in rollouts] for number, rollouts in found.items()}
+    by_group = {message.group: message.rollouts for message in messages}
+    sizes = [len(data) for rollouts in by_group.values() for data in rollouts]
+    if len(by_group) > LOGGED_GROUPS or sum(sizes) > 4 * LOGGED_TOKENS or any(size % 4 for size in sizes):
+        raise PeerError("malformed", f"logprobs of {len(by_group)} groups in {sum(sizes)} bytes")
+    return {number: [array("f", data) for data in rollouts] for number, rollouts in by_group.items()}

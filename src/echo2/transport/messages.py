@@ -438,12 +438,12 @@ def decode_object(what: str, text: str) -> dict[str, Any]:
     """
     _bound_chars(what, text, limits.TEXT_CHARS_MAX)
     try:
-        found = json.loads(text or "{}")
+        value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise PeerError("malformed", f"{what} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise PeerError("malformed", f"{what} is not an object")
-    return found
+    return value
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -489,8 +489,8 @@ def _kind(text: str) -> GroupKind:
 
 def _token_ids(what: str, data: bytes) -> array[int]:
     _require(len(data) % 4 == 0, f"{what}: {len(data)} bytes are not whole 32-bit integers")
-    _check_tokens(what, found := array("i", data))
-    return found
+    _check_tokens(what, tokens := array("i", data))
+    return tokens
 
 
 def _check_tokens(what: str, tokens: array[int], most: int = limits.TOKENS_MAX) -> None:

@@ -30,9 +30,9 @@ def samples_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout,
             "malformed", f"{len(lost)} of {leased} rollouts of a {lease.group.kind} group are reported lost"
         )
     gone = tuple(LostRollout(one.sample, "environment_failed", one.detail) for one in message.lost)
-    left, num_rows = sorted(set(leased) - set(lost)), len(message.rollouts)
+    samples, num_rows = sorted(set(leased) - set(lost)), len(message.rollouts)
     rows = message.rows or [1] * num_rows
-    if len(rows) != len(left):
+    if len(rows) != len(samples):
         got = f"{len(rows)}{f', and {len(lost)} lost' if lost else ''}"
         raise PeerError("malformed", f"leased {lease.num_samples} rollouts, got {got}")
     if sum(rows) != num_rows or min(rows) < 1 or max(rows) > limits.ROWS_MAX:
@@ -41,7 +41,7 @@ def samples_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout,
     lengths = iter([len(row.loss_mask) for row in message.rollouts])
     if (longest := max(sum(islice(lengths, count)) for count in rows)) > limits.TOKENS_MAX:
         raise PeerError("oversized", f"the rows of a rollout have {longest} tokens; the limit is {limits.TOKENS_MAX}")
-    return gone, tuple(sample for sample, count in zip(left, rows, strict=True) for _ in range(count))
+    return gone, tuple(sample for sample, count in zip(samples, rows, strict=True) for _ in range(count))
 
 
 def without(group: RolloutGroup, lost: Sequence[LostRollout]) -> RolloutGroup:

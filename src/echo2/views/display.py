@@ -90,8 +90,8 @@ class RunDisplay:
         if version > self._sampled:
             self._sampled = version
             width = self._console.width - len(SAMPLE_INDENT)
-            found = samples(self._view.rundir.rollouts, "eval", version, width)
-            self._samples = [f"{SAMPLE_INDENT}{line}" for line in found]
+            lines = samples(self._view.rundir.rollouts, "eval", version, width)
+            self._samples = [f"{SAMPLE_INDENT}{line}" for line in lines]
 
     def _plain_lines(self) -> list[str]:
         """Return a progress line of 80 columns, then samples of a new evaluation and problems, each shown once, and the

@@ -47,18 +47,18 @@ def all_settings(rundir: RunDir) -> list[dict[str, Any]]:
         UserError: this is not a run directory.
     """
     config = rundir.read_config()
-    found = []
+    settings = []
     for section, key, _, default, _ in configuration.all_fields():
         value = getattr(getattr(config, section), key)
-        found.append({"name": f"{section}.{key}", "value": json.dumps(value), "is_default": value == default})
-    return found
+        settings.append({"name": f"{section}.{key}", "value": json.dumps(value), "is_default": value == default})
+    return settings
 
 
 def log_names(rundir: RunDir) -> list[str]:
     """Return the names of the files in logs/, the one that was written last first."""
     try:
-        found = [path for path in rundir.logs.iterdir() if _LOG.fullmatch(path.name) and path.is_file()]
-        return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+        paths = [path for path in rundir.logs.iterdir() if _LOG.fullmatch(path.name) and path.is_file()]
+        return [path.name for path in sorted(paths, key=lambda path: -path.stat().st_mtime)]
     except FileNotFoundError:
         return []
 

@@ -39,7 +39,7 @@ class MetricsFile:
 
     rows: tuple[Row, ...] = ()
     _marks: tuple[tuple[int, int], ...] = ()  # offset and hash of each row's line
-    _seen: tuple[int, int, int] | None = None  # inode, size and modification time of the file
+    _file_identity: tuple[int, int, int] | None = None  # inode, size and modification time of the file
 
     def newer(self, path: Path) -> MetricsFile:
         """Return the current contents of the file; this object if they have not changed.
@@ -49,21 +49,21 @@ class MetricsFile:
         try:
             with path.open("rb") as file:
                 stat = os.fstat(file.fileno())
-                seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
-                if seen == self._seen:
+                identity = stat.st_ino, stat.st_size, stat.st_mtime_ns
+                if identity == self._file_identity:
                     return self
-                if self._marks and self._seen is not None and self._seen[0] == seen[0]:
-                    start, known = self._marks[-1]
+                if self._marks and self._file_identity is not None and self._file_identity[0] == identity[0]:
+                    start, mark = self._marks[-1]
                     file.seek(start)
                     text = file.read(max(0, stat.st_size - start))
-                    if hash(text.partition(b"\n")[0]) == known:
-                        return self._read(text, start, len(self.rows) - 1, seen)
+                    if hash(text.partition(b"\n")[0]) == mark:
+                        return self._read(text, start, len(self.rows) - 1, identity)
                     file.seek(0)
-                return self._read(file.read(stat.st_size), 0, 0, seen)
+                return self._read(file.read(stat.st_size), 0, 0, identity)
         except FileNotFoundError:
-            return self if self._seen is None else MetricsFile()
+            return self if self._file_identity is None else MetricsFile()
 
-    def _read(self, text: bytes, start: int, num_kept: int, seen: tuple[int, int, int]) -> MetricsFile:
+    def _read(self, text: bytes, start: int, num_kept: int, identity: tuple[int, int, int]) -> MetricsFile:
         """Return the first `num_kept` rows, followed by those of `text`, which begins at byte `start` of the file."""
         rows, marks = list(self.rows[:num_kept]), list(self._marks[:num_kept])
         for line in text.split(b"\n"):
@@ -79,7 +79,7 @@ class MetricsFile:
             else:
                 break
             marks.append(mark)
-        return MetricsFile(tuple(rows), tuple(marks), seen)
+        return MetricsFile(tuple(rows), tuple(marks), identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class RunView:
     summary: Mapping[str, Any] | None
     problem: str
     _metrics: MetricsFile
-    _told: Mapping[str, Any] | None = None  # status.json as last read, and its `_identity`
-    _told_by: tuple[int, int] | None = None
+    _head_status: Mapping[str, Any] | None = None  # status.json as last read, and its `_identity`
+    _status_identity: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, directory: Path) -> RunView:
@@ -116,18 +116,18 @@ class RunView:
     def newer(self) -> RunView:
         """Return the current state of the same run; equal to this one if nothing has changed."""
         status: Mapping[str, Any] = {}
-        summary, problem, told, told_by = None, "", self._told, _identity(self.rundir.status)
+        summary, problem, head_status, identity = None, "", self._head_status, _identity(self.rundir.status)
         try:
-            if told_by != self._told_by:  # megabytes with thousands of workers
-                told = read_json(self.rundir.status)
-            status = {} if told is None else live_status(self.rundir, told, with_workers=False)
-            if told is self._told and status == self.status:
+            if identity != self._status_identity:  # megabytes with thousands of workers
+                head_status = read_json(self.rundir.status)
+            status = {} if head_status is None else live_status(self.rundir, head_status, with_workers=False)
+            if head_status is self._head_status and status == self.status:
                 status = self.status
             summary = read_json(self.rundir.summary)
         except UserError as error:
-            problem, told_by = str(error), None
+            problem, identity = str(error), None
         metrics = self._metrics.newer(self.rundir.metrics)
-        return RunView(self.rundir, status, summary, problem, metrics, told, told_by)
+        return RunView(self.rundir, status, summary, problem, metrics, head_status, identity)
 
     @property
     def name(self) -> str:
@@ -169,8 +169,8 @@ class RunView:
 
     def series(self, name: str) -> tuple[tuple[int, float], ...]:
         """Return (step, value) of each row that has this metric as a number."""
-        found = ((row["step"], row.get(name)) for row in self.rows)
-        return tuple((step, float(value)) for step, value in found if isinstance(value, int | float))
+        values = ((row["step"], row.get(name)) for row in self.rows)
+        return tuple((step, float(value)) for step, value in values if isinstance(value, int | float))
 
     def cost(self) -> dict[str, Any]:
         """Return the bill, as `echo2 cost --json` prints it.
@@ -219,25 +219,25 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
     return live_status(rundir, status)
 
 
-def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = True) -> dict[str, Any]:
-    """Return the status that the head `told`, with the current state and processes of the run. Worker processes, of
+def live_status(rundir: RunDir, head_status: Mapping[str, Any], with_workers: bool = True) -> dict[str, Any]:
+    """Return `head_status`, which the head wrote, with the current state and processes of the run. Worker processes, of
     which there may be thousands, are included only with `with_workers`. Where no head serves the run, nobody waits, no
     fleet is wanted, and the newest checkpoint is the one on the disk: the learner may have saved it last.
 
     Raises:
         UserError: a file of the run directory is damaged.
     """
-    processes = _processes(rundir, told, with_workers)
+    processes = _processes(rundir, head_status, with_workers)
     head = processes[0]  # the head that wrote the status; a successor may be starting
     lives = {process["role"] for process in processes if process["alive"]}
     outcome = read_json(rundir.outcome)
     is_going_on = outcome is None and (
-        head["alive"] or (head["alive"] is None and time.time() - told["time"] < SILENT_SECONDS)
+        head["alive"] or (head["alive"] is None and time.time() - head_status["time"] < SILENT_SECONDS)
     )
     if outcome is not None:
         state = f"{outcome['kind']}: {outcome['reason']}"
     elif is_going_on:
-        state = f"paused: {told['paused']}" if told.get("paused") else "running"
+        state = f"paused: {head_status['paused']}" if head_status.get("paused") else "running"
     elif head["alive"] is None:
         state = f"no news from the head on {head['host']} for {SILENT_SECONDS:.0f} s"
     elif "supervisor" in lives:
@@ -246,9 +246,9 @@ def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = Tr
     else:
         state = "the head is not running; continue with `echo2 run ... --resume`"
     goes_on = is_going_on or (outcome is None and "supervisor" in lives)
-    found = {**told, "directory": str(rundir.path), "processes": processes, "state": state, "goes_on": goes_on}
-    found["deaths"] = [] if outcome is not None else _deaths(rundir)
-    return found if is_going_on else {**found, "waits": [], "fleet": None, "checkpoint": _newest(rundir, told)}
+    status = {**head_status, "directory": str(rundir.path), "processes": processes, "state": state, "goes_on": goes_on}
+    status["deaths"] = [] if outcome is not None else _deaths(rundir)
+    return status if is_going_on else {**status, "waits": [], "fleet": None, "checkpoint": _newest(rundir, head_status)}
 
 
 def _deaths(rundir: RunDir) -> list[dict[str, Any]]:
@@ -256,25 +256,27 @@ def _deaths(rundir: RunDir) -> list[dict[str, Any]]:
     return [entry for entry in read_json(rundir.processes) or [] if entry.get("deaths")]
 
 
-def _newest(rundir: RunDir, told: Mapping[str, Any]) -> int | None:
+def _newest(rundir: RunDir, head_status: Mapping[str, Any]) -> int | None:
     """Return the newest checkpoint: on this disk, or told by a learner that saves elsewhere."""
-    known = (newest_checkpoint(rundir.checkpoints), told.get("checkpoint"))
-    return max((version for version in known if version is not None and version >= 0), default=None)
+    versions = (newest_checkpoint(rundir.checkpoints), head_status.get("checkpoint"))
+    return max((version for version in versions if version is not None and version >= 0), default=None)
 
 
 def _processes(rundir: RunDir, status: Mapping[str, Any], with_workers: bool) -> list[dict[str, Any]]:
     """Return all known processes: those connected to the head, and those that a supervisor on this machine started."""
     here = socket.gethostname()
-    known: list[dict[str, Any]] = [{"role": "head", "id": "head", **status["head"], "doing": "serving the run"}]
+    processes: list[dict[str, Any]] = [{"role": "head", "id": "head", **status["head"], "doing": "serving the run"}]
     if status["learner"] is not None:
-        known.append({"role": "learner", "id": "learner", **status["learner"]})
-    pids = {entry["pid"] for entry in (*known, *status["workers"]) if entry.get("host") == here}
+        processes.append({"role": "learner", "id": "learner", **status["learner"]})
+    pids = {entry["pid"] for entry in (*processes, *status["workers"]) if entry.get("host") == here}
     if with_workers:
-        known += [{"role": "worker", **worker} for worker in status["workers"]]
+        processes += [{"role": "worker", **worker} for worker in status["workers"]]
     for entry in read_json(rundir.processes) or []:
         if entry["pid"] not in pids and (with_workers or entry["role"] != "worker"):
-            known.append({"role": entry["role"], "id": entry["name"], "pid": entry["pid"], "host": here, "doing": ""})
-    return [_process(entry, here) for entry in known]
+            processes.append(
+                {"role": entry["role"], "id": entry["name"], "pid": entry["pid"], "host": here, "doing": ""}
+            )
+    return [_process(entry, here) for entry in processes]
 
 
 def _process(entry: dict[str, Any], here: str) -> dict[str, Any]:

@@ -155,11 +155,11 @@ class TokenGuard:
 
         async def guarded(request: Request) -> Response:
             cookie = f"echo2_view_{request.url.port or 80}"  # browsers share cookies between ports
-            given = request.query_params.get("token", "")
+            token = request.query_params.get("token", "")
             response: Response
-            if request.url.path == "/" and self._lets_in(given):
+            if request.url.path == "/" and self._lets_in(token):
                 response = RedirectResponse("/", status_code=303)
-                response.set_cookie(cookie, given, httponly=True, samesite="strict")
+                response.set_cookie(cookie, token, httponly=True, samesite="strict")
             elif self._lets_in(request.cookies.get(cookie, "")) or self._lets_in(_bearer(request)):
                 try:
                     response = await handler(request)

@@ -142,11 +142,11 @@ def show_status(status: Mapping[str, Any], console: Console) -> None:
 
 def trust_command(options: argparse.Namespace) -> int:
     """Print the results of checks by ticket. Raises as `read_status`."""
-    found = trust_rows(read_status(RunDir(options.directory)))
+    rows = trust_rows(read_status(RunDir(options.directory)))
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(rows))
     else:
-        show_trust(found, Console())
+        show_trust(rows, Console())
     return 0
 
 
@@ -154,22 +154,22 @@ def trust_rows(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each ticket of strangers that delivered groups, the least trusted first. Times are in seconds
     before the status.
     """
-    found = []
+    rows = []
     for ticket, trust in (status.get("trust") or {}).items():
         history = [{"seconds_ago": status["time"] - at, "what": what} for at, what in trust["history"]]
-        found.append({"ticket": ticket, **trust, "history": history})
-    return sorted(found, key=lambda row: (row["score"], row["ticket"]))
+        rows.append({"ticket": ticket, **trust, "history": history})
+    return sorted(rows, key=lambda row: (row["score"], row["ticket"]))
 
 
-def show_trust(found: list[dict[str, Any]], console: Console) -> None:
+def show_trust(rows: list[dict[str, Any]], console: Console) -> None:
     """Print the rows as a table."""
-    if not found:
+    if not rows:
         console.print("no stranger has delivered a group")
         return
     table = Table(box=None, pad_edge=False)
     for name in ("ticket", "trust", "groups", "passed", "failed", "no verdict", "stands", "last"):
         table.add_column(name, no_wrap=name != "last")
-    for row in found:
+    for row in rows:
         stands = "in quarantine" if row["is_quarantined"] else "new" if row["is_new"] else "trusted"
         last = row["history"][-1] if row["history"] else None
         event = "" if last is None else f"{last['seconds_ago']:.0f} s ago: {safe(last['what'], TRUST_REASON_CHARS)}"

@@ -85,10 +85,10 @@ def run_data(view: RunView) -> dict[str, Any]:
 
 def fleet_page(view: RunView, first: int, words: str) -> dict[str, Any]:
     """Return `WORKERS_SHOWN` workers from index `first` on, of those whose data contain `words` (see `_searched`)."""
-    wanted = words.casefold()
-    found = [worker for worker in _workers(view.status) if wanted in _searched(worker)]
-    shown = sorted(found, key=_place)[first : first + WORKERS_SHOWN]
-    return {"num_found": len(found), "workers": [_worker(worker) for worker in shown]}
+    folded = words.casefold()
+    matches = [worker for worker in _workers(view.status) if folded in _searched(worker)]
+    shown = sorted(matches, key=_place)[first : first + WORKERS_SHOWN]
+    return {"num_found": len(matches), "workers": [_worker(worker) for worker in shown]}
 
 
 def _searched(worker: Mapping[str, Any]) -> str:
@@ -108,13 +108,18 @@ def _workers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def cost_data(view: RunView) -> dict[str, Any]:
     """Return the dollars by cause so far, and the forecast for the end of the run."""
     forecast = view.forecast()
-    left = None if forecast is None else {"usd": forecast.usd, "seconds": forecast.seconds}
+    forecast_left = None if forecast is None else {"usd": forecast.usd, "seconds": forecast.seconds}
     try:
         bill = view.cost()
     except UserError:  # no head has saved accounts yet
-        return {"usd": None, "by_cause": {}, "usd_per_step": None, "forecast": left}
+        return {"usd": None, "by_cause": {}, "usd_per_step": None, "forecast": forecast_left}
     total = bill["total"]
-    return {"usd": total["usd"], "by_cause": total["by_cause"], "usd_per_step": bill["usd_per_step"], "forecast": left}
+    return {
+        "usd": total["usd"],
+        "by_cause": total["by_cause"],
+        "usd_per_step": bill["usd_per_step"],
+        "forecast": forecast_left,
+    }
 
 
 def _place(worker: Mapping[str, Any]) -> tuple[bool, bool, float, str]:
@@ -193,22 +198,22 @@ class Watch:
         self.num_listeners += 1
         if self._looking is None:
             self._looking = spawn(self._look(), self._looking_failed)
-        seen = 0
+        last_sent = 0
         try:
             while not self._is_over and self._looking is not None:
-                newer = [message.after(seen) for message in self._messages.values() if message.number > seen]
-                seen = self._number
+                newer = [message.after(last_sent) for message in self._messages.values() if message.number > last_sent]
+                last_sent = self._number
                 yield b"".join(newer) or b": alive\n\n"
-                await self._wait(seen)
+                await self._wait(last_sent)
         finally:
             self.num_listeners -= 1
 
-    async def _wait(self, seen: int) -> None:
-        """Wait for an event after number `seen`, but at most `ALIVE_SECONDS`."""
+    async def _wait(self, number: int) -> None:
+        """Wait for an event after number `number`, but at most `ALIVE_SECONDS`."""
         async with self._news:
             try:
                 async with asyncio.timeout(ALIVE_SECONDS):
-                    await self._news.wait_for(lambda: self._is_over or self._number > seen)
+                    await self._news.wait_for(lambda: self._is_over or self._number > number)
             except TimeoutError:
                 pass  # the caller sends a keep-alive
 
@@ -241,21 +246,21 @@ class Watch:
 
     def _read(self) -> tuple[float, list[tuple[str, int, bytes, bytes]]]:
         """Return the CPU seconds used, and (kind, run, whole, news) of each event that has changed."""
-        began, found = time.thread_time(), []
+        began, messages = time.thread_time(), []
         for index, before in enumerate(self.views):
             view = self.views[index] = before.newer()
             has_steps = view.rows is not before.rows or ("steps", index) not in self._messages
             if has_steps:
-                found.append(self._steps(index, view))
+                messages.append(self._steps(index, view))
                 self._is_unbilled[index] = True
             if has_steps or view.status is not before.status or view.problem != before.problem:
-                found.append(_message("run", index, run_data(view)))
+                messages.append(_message("run", index, run_data(view)))
             if self._is_unbilled[index] and time.monotonic() - self._billed_at[index] > BILL_SECONDS:
                 self._is_unbilled[index] = False
                 self._billed_at[index] = time.monotonic()
-                found.append(_message("cost", index, cost_data(view)))
-        known = {key: message.whole for key, message in self._messages.items()}
-        changed = [one for one in found if known.get(one[:2]) != one[2]]
+                messages.append(_message("cost", index, cost_data(view)))
+        sent = {key: message.whole for key, message in self._messages.items()}
+        changed = [one for one in messages if sent.get(one[:2]) != one[2]]
         return time.thread_time() - began, changed
 
     def _steps(self, index: int, view: RunView) -> tuple[str, int, bytes, bytes]:
@@ -394,8 +399,8 @@ def _is_shown(name: str, values: Iterable[float | None]) -> bool:
 
 
 def _point(name: str, merge: Callable[[Values], float], rows: Iterable[Row]) -> float | None:
-    found = _numbers(name, rows)
-    return float(f"{merge(found):.6g}") if found else None
+    values = _numbers(name, rows)
+    return float(f"{merge(values):.6g}") if values else None
 
 
 def _numbers(name: str, rows: Iterable[Row]) -> list[float]:

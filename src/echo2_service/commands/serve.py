@@ -60,7 +60,7 @@ def base_directories(bases: dict[str, str], out: Path) -> dict[str, str]:
     Raises:
         UserError: a name is not `owner/name`.
     """
-    found = {}
+    directories = {}
     for name, path in bases.items():
         parts = name.split("/")
         if len(parts) != 2 or not all(part.replace("-", "").replace(".", "").isalnum() for part in parts):
@@ -68,8 +68,8 @@ def base_directories(bases: dict[str, str], out: Path) -> dict[str, str]:
         directory = out / "models" / name
         if not path:
             tiny_model.make(directory)
-        found[name] = path or str(directory)
-    return found
+        directories[name] = path or str(directory)
+    return directories
 
 
 async def _serve(settings: ServiceSettings, tariff: Tariff, out: Path, database: Database, port: int) -> None:
@@ -84,5 +84,5 @@ async def _serve(settings: ServiceSettings, tariff: Tariff, out: Path, database:
             fleet = FleetServer(out, settings.fleet, directories, backend.samplers)
             closing.push_async_callback(fleet.close)
             await fleet.open()
-        front = App(database, backend, out / "checkpoints", time.time, tariff, fleet=fleet.told if fleet else None)
+        front = App(database, backend, out / "checkpoints", time.time, tariff, fleet=fleet.status if fleet else None)
         await HttpServer(front.asgi, front.requests.stop).serve([listener])

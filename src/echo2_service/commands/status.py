@@ -37,12 +37,12 @@ def run(options: argparse.Namespace) -> int:
     if not options.database and not (options.out / "service.sqlite").is_file():
         raise UserError(f"{options.out} is not a directory of `echo2 serve`: it has no service.sqlite.")
     database, now = open_database(options.out, options.database), time.time()
-    found = {"tenants": overview.tenants(database, now), **fleet(options.out, now)}
+    status = {"tenants": overview.tenants(database, now), **fleet(options.out, now)}
     database.close()
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(status))
     else:
-        show(found, Console())
+        show(status, Console())
     return 0
 
 
@@ -59,14 +59,14 @@ def fleet(out: Path, now: float) -> Mapping[str, Any]:
     return {name: document[name] for name in overview.NO_FLEET}
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(status: dict[str, Any], console: Console) -> None:
     """Print the status as tables: tenants, and machines if there are any."""
     tenants, machines = [], []
-    for tenant, row in found["tenants"].items():
+    for tenant, row in status["tenants"].items():
         waiting = ", ".join(f"{count} {kind}" for kind, count in row["open"].items()) or "-"
         numbers = f"{row['oldest_wait_seconds']:.1f} s", f"{row['tokens']:,}", f"${row['usd']:.4f}"
         tenants.append([tenant, str(row["sessions"]), str(row["models"]), waiting, *numbers])
-    for name, row in found["machines"].items():
+    for name, row in status["machines"].items():
         words = (str(row[key]) for key in ("host", "device", "doing"))
         numbers = f"{row['under_way']:,}", f"{row['sampled']:,}", f"{row['price_usd_per_hour']:g}"
         machines.append([name, *words, *numbers])

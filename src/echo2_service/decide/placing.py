@@ -74,7 +74,7 @@ class Placing:
         """Add a machine. `slots`: sequences that it decodes at once."""
         self._machines[machine] = _Machine(machine, slots)
 
-    def left(self, machine: str) -> None:
+    def remove(self, machine: str) -> None:
         """Remove a machine. The caller returns its calls one by one (`came_back`)."""
         del self._machines[machine]
 
@@ -106,8 +106,8 @@ class Placing:
     def place(self) -> list[tuple[int, str]]:
         """Assign waiting calls as far as there is room. Return (number, machine) for each; it counts as running now."""
         placed = []
-        while (found := self._next()) is not None:
-            call, machine = found
+        while (next_pair := self._next()) is not None:
+            call, machine = next_pair
             waiting = self._waiting[call.owner]
             waiting.popleft()
             if not waiting:

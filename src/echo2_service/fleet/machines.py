@@ -55,7 +55,7 @@ class JoinedMachine:
         self.num_sampled = 0
         self.outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
         self._payloads = payloads
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._replies: dict[int, asyncio.Future[Answer]] = {}
         self._is_lost = False
 
     async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
@@ -70,15 +70,15 @@ class JoinedMachine:
             raise MachineLostError(f"nothing can be sent to it: {error}") from error
         if self._is_lost:
             raise MachineLostError("it left")
-        asked = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._tell(Request(number, SampleCall(base_id, adapter_id, spec)))
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._send(Request(number, SampleCall(base_id, adapter_id, spec)))
         try:
-            answer = await asked
+            answer = await reply
         except asyncio.CancelledError:
-            self._tell(Request(number, CancelCall(number)))
+            self._send(Request(number, CancelCall(number)))
             raise
         finally:
-            del self._asked[number]
+            del self._replies[number]
         if answer.fault:
             raise (MachineLostError if answer.is_ours else UserError)(answer.fault)
         self.num_sampled += spec.num_samples
@@ -86,19 +86,19 @@ class JoinedMachine:
 
     def answered(self, answer: Answer) -> None:
         """Take the machine's answer to a call. An answer that is no longer awaited is ignored."""
-        asked = self._asked.get(answer.number)
-        if asked is not None and not asked.done() and not answer.has_begun:
-            asked.set_result(answer)
+        reply = self._replies.get(answer.number)
+        if reply is not None and not reply.done() and not answer.has_begun:
+            reply.set_result(answer)
 
     def lose(self) -> None:
         """Give up on the machine: end its stream, and fail its calls so that other machines take them."""
         self._is_lost = True
         self.outbox.put_nowait(None)
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(MachineLostError("it left"))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(MachineLostError("it left"))
 
-    def _tell(self, request: Request) -> None:
+    def _send(self, request: Request) -> None:
         self.outbox.put_nowait(wire.Order(sample=encode(request)))
 
 
@@ -153,10 +153,10 @@ class Samplers:
         self.placing.joined(name, slots)
         self._place()
 
-    def left(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove a machine. Its calls end with `MachineLostError`, and other machines take them."""
         del self._machines[name]
-        self.placing.left(name)
+        self.placing.remove(name)
 
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
         number = next(self._numbers)

@@ -89,7 +89,7 @@ class FleetServer:
                 closing.callback(machine.lose)
             closing.push_async_callback(self._watching.close)
 
-    def told(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return host, device, activity, work and price of each machine by name, and the number of calls for which no
         machine has room.
         """
@@ -175,7 +175,7 @@ class FleetServer:
         machine = self._machines.pop(name, None)
         if machine is None:
             return
-        self._samplers.left(name)
+        self._samplers.remove(name)
         machine.lose()
         self._payloads.distribution.origin.left(name, "its connection closed")
         log.info("%s left", name)
@@ -198,11 +198,11 @@ class FleetServer:
             for name, machine in list(self._machines.items()):
                 if name in revoked or machine.heard_at < late:
                     self._lose(name)
-            self._tell()
+            self._write_status()
 
-    def _tell(self) -> None:
+    def _write_status(self) -> None:
         try:
-            write_atomically(self._rundir.path / STATUS_FILE, json.dumps({"at": time.time(), **self.told()}))
+            write_atomically(self._rundir.path / STATUS_FILE, json.dumps({"at": time.time(), **self.status()}))
         except UserError as error:
             log.warning("%s", error)
 

@@ -82,17 +82,19 @@ class Account:
     async def samples(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return what the newest requests for samples gave, with the text of its beginning."""
         async with self._reading[caller.tenant]:
-            found = await asyncio.to_thread(_read_samples, self._database.beside(), caller.tenant)
-            await self._add_texts(found)
-        return answer({"samples": found})
+            newest = await asyncio.to_thread(_read_samples, self._database.beside(), caller.tenant)
+            await self._add_texts(newest)
+        return answer({"samples": newest})
 
     async def _add_texts(self, samples: Sequence[dict[str, Any]]) -> None:
         bases = self._work.backend.bases
         for base in {one["base"] for one in samples} & bases.keys():
-            mine = [sequence for one in samples if one["base"] == base for sequence in one["sequences"]]
+            sequences = [sequence for one in samples if one["base"] == base for sequence in one["sequences"]]
             async with self._decoding:
-                texts = await self._bodies.texts(bases[base].directory, [array("i", each["tokens"]) for each in mine])
-            for sequence, text in zip(mine, texts, strict=True):
+                texts = await self._bodies.texts(
+                    bases[base].directory, [array("i", each["tokens"]) for each in sequences]
+                )
+            for sequence, text in zip(sequences, texts, strict=True):
                 sequence["text"] = printable(text, TEXT_CHARS)
 
     def _notes(self, tenant: str) -> Iterator[str]:
@@ -152,8 +154,8 @@ def _read_samples(database: Database, tenant: str) -> list[dict[str, Any]]:
     samples = []
     for row in rows:
         is_read = 0 < row.answer_bytes <= ANSWER_BYTES_READ
-        found = database.find(requests, columns=["answer"], id=row.id) if is_read else None
-        data = None if found is None else found.answer
+        answered_row = database.find(requests, columns=["answer"], id=row.id) if is_read else None
+        data = None if answered_row is None else answered_row.answer
         samples.append(_sample(row, of.get(row.target), *(_sequences(data) if data else (0, []))))
     return samples
 
@@ -161,14 +163,14 @@ def _read_samples(database: Database, tenant: str) -> list[dict[str, Any]]:
 def _sequences(data: bytes) -> tuple[int, list[dict[str, Any]]]:
     """Return how many sequences an answer has, and the first of them."""
     message = pb.SampleResponse.FromString(data)
-    found = []
+    sequences = []
     for sequence in message.sequences[:SEQUENCES_TOLD]:
         tokens, logprobs = np.frombuffer(sequence.tokens, "<i4"), np.frombuffer(sequence.logprobs, "<f4")
         mean = float(logprobs.mean()) if len(logprobs) else 0.0
         finish = FINISH.get(sequence.stop_reason, "")
         shown = {"num_tokens": len(tokens), "tokens": tokens[:TOKENS_READ].tolist(), "text": ""}
-        found.append({**shown, "finish": finish, "logprob": mean})
-    return len(message.sequences), found
+        sequences.append({**shown, "finish": finish, "logprob": mean})
+    return len(message.sequences), sequences
 
 
 def _sample(row: Row, sampler: Row | None, count: int, sequences: list[dict[str, Any]]) -> dict[str, Any]:

@@ -98,11 +98,11 @@ class AccountsApi:
 
     async def create_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a session. The ids of its models and samplers begin with the session's id."""
-        given = parse(LabelledBody, body)
-        if given.user_metadata:
+        fields = parse(LabelledBody, body)
+        if fields.user_metadata:
             self._storage.check(caller.tenant, 1.0, limits.LABELS_BYTES_MAX)
-        session = self._work.open_session(caller.tenant, given.user_metadata)
-        self._cleaning.heard(session)
+        session = self._work.open_session(caller.tenant, fields.user_metadata)
+        self._cleaning.note_alive(session)
         return answer({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, caller: Caller, request: Request, body: bytes) -> Response:
@@ -111,7 +111,7 @@ class AccountsApi:
         if session.finished is not None:
             raise PeerError("gone", f"the session {session.id} is finished.")
         self._database.update(sessions, {"id": session.id}, seen=self._work.clock())
-        self._cleaning.heard(session.id)
+        self._cleaning.note_alive(session.id)
         return answer({"type": "session_heartbeat"})
 
     async def finish_session(self, caller: Caller, request: Request, body: bytes) -> Response:
@@ -132,8 +132,8 @@ class AccountsApi:
         session = self._own(sessions, request.path_params["session"], caller)
         find, most = self._database.select, 10 * limits.PAGE_MAX
         made = [find(table, columns=["id"], session=session.id, limit=most) for table in (models, samplers)]
-        runs, found = ([row.id for row in rows] for rows in made)
-        return answer({"training_run_ids": runs, "sampler_ids": found, "user_metadata": _labels(session.labels)})
+        runs, sampler_ids = ([row.id for row in rows] for rows in made)
+        return answer({"training_run_ids": runs, "sampler_ids": sampler_ids, "user_metadata": _labels(session.labels)})
 
     async def get_info(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return the base model and rank of a model."""
@@ -185,14 +185,14 @@ class AccountsApi:
 
     async def delete_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Delete all checkpoints that fit what is given, and return their number."""
-        given, now = parse(DeleteBody, body), self._work.clock()
-        paths = None if given.paths is None else [path_parts(path) for path in given.paths]
-        before = math.inf if given.older_than_seconds is None else now - given.older_than_seconds
-        of, deleted = (caller.tenant, paths, given.training_run_id, before, given.keep_newest or 0), 0
+        fields, now = parse(DeleteBody, body), self._work.clock()
+        paths = None if fields.paths is None else [path_parts(path) for path in fields.paths]
+        before = math.inf if fields.older_than_seconds is None else now - fields.older_than_seconds
+        of, deleted = (caller.tenant, paths, fields.training_run_id, before, fields.keep_newest or 0), 0
         async with self._looking[caller.tenant]:
-            found = await asyncio.to_thread(self._database.beside().checkpoints_that_fit, *of)
-            for begin in range(0, len(found), DELETED_AT_ONCE):
-                ids = tuple(found[begin : begin + DELETED_AT_ONCE])
+            matches = await asyncio.to_thread(self._database.beside().checkpoints_that_fit, *of)
+            for begin in range(0, len(matches), DELETED_AT_ONCE):
+                ids = tuple(matches[begin : begin + DELETED_AT_ONCE])
                 deleted += self._database.delete(checkpoints, id=ids)  # of this tenant alone
                 await asyncio.sleep(0)  # others have their turn
         await self._cleaning.tidy(caller.tenant, now)
@@ -219,33 +219,35 @@ class AccountsApi:
     async def copy_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Copy a checkpoint that the caller may read to one of the caller's own. Both refer to the same files, which
         stay as long as either exists. The same idempotency key gives the same copy."""
-        given = parse(CopyBody, body)
+        fields = parse(CopyBody, body)
         key = request.headers.get("x-idempotency-key") or secrets.token_hex(16)
-        copy = "copy_" + hashlib.sha256(msgspec.json.encode([caller.tenant, key, given.source_path])).hexdigest()[:32]
-        found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)
-        if found is None:
+        copy = "copy_" + hashlib.sha256(msgspec.json.encode([caller.tenant, key, fields.source_path])).hexdigest()[:32]
+        checkpoint = self._database.find(checkpoints, model=copy, tenant=caller.tenant)
+        if checkpoint is None:
             await self._storage.check_measured(caller.tenant)
-            found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)  # another request's, meanwhile
-        if found is None:
+            checkpoint = self._database.find(
+                checkpoints, model=copy, tenant=caller.tenant
+            )  # another request's, meanwhile
+        if checkpoint is None:
             self._storage.check_rows(checkpoints, caller.tenant)
-            found, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
-            values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}
-            values["labels"] = found.labels if found.tenant == caller.tenant else None
+            checkpoint, now = self._work.checkpoint(fields.source_path, caller.tenant), self._work.clock()
+            values = {column: getattr(checkpoint, column) for column in ("kind", "name", "directory", "size")}
+            values["labels"] = checkpoint.labels if checkpoint.tenant == caller.tenant else None
             values |= {"id": copy.replace("copy", "chk"), "model": copy, "tenant": caller.tenant, "public": False}
-            expires = self._storage.expiry(caller.tenant, now, given.ttl_seconds)
-            spec = {**found.spec, "owner": caller.tenant}
+            expires = self._storage.expiry(caller.tenant, now, fields.ttl_seconds)
+            spec = {**checkpoint.spec, "owner": caller.tenant}
             self._database.insert(checkpoints, **values, spec=spec, created=now, expires=expires)
-        return answer({"tinker_path": f"tinker://{copy}/{found.kind}/{found.name}"})
+        return answer({"tinker_path": f"tinker://{copy}/{checkpoint.kind}/{checkpoint.name}"})
 
     async def bring_adapter(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Import a client's own PEFT adapter, a tar file, as a checkpoint to train and to sample from."""
-        given = parse(AdapterBody, msgspec.json.encode(dict(request.query_params)))
+        fields = parse(AdapterBody, msgspec.json.encode(dict(request.query_params)))
         await self._storage.check_measured(caller.tenant, len(body))
         self._storage.check_rows(checkpoints, caller.tenant)
-        base = self._work.backend.bases.get(given.base_model)
+        base = self._work.backend.bases.get(fields.base_model)
         if base is None:
-            known = ", ".join(self._work.backend.bases)
-            raise UserError(f"There is no base model {given.base_model!r}; there are {known}.")
+            names = ", ".join(self._work.backend.bases)
+            raise UserError(f"There is no base model {fields.base_model!r}; there are {names}.")
         model = "adapter_" + secrets.token_hex(16)
         arriving = self._storage.folder / ARRIVING / model
         directory = self._storage.directory(caller.tenant) / model
@@ -256,11 +258,11 @@ class AccountsApi:
         self._storage.arriving.add(model)
         try:
             arriving.rename(directory)
-            self._insert_adapter(caller.tenant, model, given.name, directory, spec, len(body))
+            self._insert_adapter(caller.tenant, model, fields.name, directory, spec, len(body))
         finally:
             self._storage.arriving.discard(model)
         await self._storage.measure(caller.tenant)
-        return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
+        return answer({"path": f"tinker://{model}/sampler_weights/{fields.name}"})
 
     def _insert_adapter(
         self, tenant: str, model: str, name: str, directory: Path, spec: ModelSpec, num_bytes: int
@@ -457,20 +459,20 @@ def _opened(checkpoint: Row) -> list[tuple[str, int, BinaryIO]]:
 
     The adapter names its base model as clients do, because elsewhere the hash of its content says nothing.
     """
-    found: list[tuple[str, int, BinaryIO]] = []
+    files: list[tuple[str, int, BinaryIO]] = []
     try:
         for path in sorted(Path(checkpoint.directory).iterdir()):
             if path.name == ADAPTER_CONFIG:
                 values = parse_json(path.read_bytes()) | {"base_model_name_or_path": checkpoint.spec["base"]}
                 text = json.dumps(values, indent=2, sort_keys=True).encode()
-                found.append((path.name, len(text), BytesIO(text)))
+                files.append((path.name, len(text), BytesIO(text)))
             elif path.is_file() and path.name != STATE_FILE:  # of the service's own, with the sizes of its own files
-                found.append((path.name, path.stat().st_size, path.open("rb")))
+                files.append((path.name, path.stat().st_size, path.open("rb")))
     except FileNotFoundError:
-        for *_, file in found:
+        for *_, file in files:
             file.close()
         return []
-    return found
+    return files
 
 
 def _packed(files: Sequence[tuple[str, int, BinaryIO]]) -> Iterator[bytes]:

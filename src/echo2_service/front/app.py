@@ -89,7 +89,7 @@ class App:
         fleet: Fleet | None = None,
     ) -> None:
         """`clock`: seconds since 1970, which may step; `ticks`: seconds that never do. `tariff`: None: no prices, no
-        quotas. `fleet`: as `FleetServer.told`.
+        quotas. `fleet`: as `FleetServer.status`.
         """
         self.tariff = tariff or Tariff(NO_QUOTAS)
         shutil.rmtree(directory / ARRIVING, ignore_errors=True)

@@ -323,8 +323,8 @@ def _in_json(body: bytes) -> tuple[Any, Any]:
     try:
         values = parse_json(body)
     except ValueError:  # also text that is not UTF-8
-        found = [pattern.search(body[:BEGINNING_BYTES]) for pattern in (_MODEL, _NUMBER)]
-        model, number = (one and one[1] for one in found)
+        matches = [pattern.search(body[:BEGINNING_BYTES]) for pattern in (_MODEL, _NUMBER)]
+        model, number = (one and one[1] for one in matches)
         return model and model.decode(errors="replace"), int(number) if number else None
     return (values.get("model_id"), values.get("seq_id")) if isinstance(values, dict) else (None, None)
 

@@ -22,7 +22,7 @@ from echo2_service.front.data import read_json, read_protobuf
 T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 #: A body as it was read, or why it cannot be read any more.
-Given = TrainWork | OptimBody | SaveBody | LoadBody | SampleBody | PeerError | None
+ParsedBody = TrainWork | OptimBody | SaveBody | LoadBody | SampleBody | PeerError | None
 #: The bodies of requests that are stored and carry no training data, by kind.
 BODIES: Mapping[str, Any] = {
     "optim_step": OptimBody,
@@ -40,30 +40,30 @@ LONG_JSON_BYTES = 256 << 10
 SAMPLE_MEMORY = 10
 
 
-class GivenRequests:
+class ParsedBodies:
     """What the open requests ask for, by id. For one event loop."""
 
     def __init__(self) -> None:
-        self._given: dict[str, tuple[Given, int]] = {}
+        self._parsed_bodies: dict[str, tuple[ParsedBody, int]] = {}
         self._num_bytes = 0
 
-    def add(self, request: str, given: Given, num_bytes: int) -> None:
+    def add(self, request: str, parsed_body: ParsedBody, num_bytes: int) -> None:
         """Keep what a request asks for, whose body has so many bytes, if there is room."""
-        if isinstance(given, SampleBody):
+        if isinstance(parsed_body, SampleBody):
             num_bytes *= SAMPLE_MEMORY
-        if given is not None and self._num_bytes + num_bytes <= limits.DATA_BYTES_MAX:
-            self._given[request] = given, num_bytes
+        if parsed_body is not None and self._num_bytes + num_bytes <= limits.DATA_BYTES_MAX:
+            self._parsed_bodies[request] = parsed_body, num_bytes
             self._num_bytes += num_bytes
 
-    def look(self, request: str) -> Given:
+    def look(self, request: str) -> ParsedBody:
         """Return what a request asks for; None if it was not kept."""
-        return self._given.get(request, (None, 0))[0]
+        return self._parsed_bodies.get(request, (None, 0))[0]
 
-    def drop(self, request: str) -> Given:
+    def drop(self, request: str) -> ParsedBody:
         """Forget what a request asks for, and return it; None if it was not kept."""
-        given, num_bytes = self._given.pop(request, (None, 0))
+        parsed_body, num_bytes = self._parsed_bodies.pop(request, (None, 0))
         self._num_bytes -= num_bytes
-        return given
+        return parsed_body
 
 
 class BodyReader:
@@ -99,7 +99,7 @@ class BodyReader:
             work, canonical = await self._read_json(body, forward_only), body
         return work, await off_loop(len(canonical), lambda: digest_of(canonical))
 
-    async def read_stored(self, body: bytes, kind: str) -> Given:
+    async def read_stored(self, body: bytes, kind: str) -> ParsedBody:
         """Read the stored body of a request that was not kept."""
         if not kind.startswith("forward"):
             return await off_loop(len(body), lambda: read_stored(body, kind))
@@ -130,7 +130,7 @@ async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
     return work() if num_bytes <= SHORT_BYTES else await asyncio.to_thread(work)
 
 
-def read_stored(body: bytes, kind: str) -> Given:
+def read_stored(body: bytes, kind: str) -> ParsedBody:
     """Read the stored body of a request that carries no training data."""
     try:
         return parse(BODIES[kind], body) if kind in BODIES else None

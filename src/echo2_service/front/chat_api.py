@@ -124,55 +124,58 @@ class ChatApi:
         return answer({"object": "list", "data": cards})
 
     async def _chat(self, caller: Caller, request: Request, body: bytes) -> Response:
-        given, call = await off_loop(
+        fields, call = await off_loop(
             len(body), lambda: (_drawn(parse(ChatBody, body)), OPENAI.call(msgspec.json.decode(body)))
         )
-        sampler = self._sampler(caller, given.model)
+        sampler = self._sampler(caller, fields.model)
         messages, tools = (json.dumps(part).encode() if part else b"" for part in (call.messages, call.tools))
         prompt = await self.prompt(caller.tenant, PromptCall(self._directory(sampler), messages, tools))
-        params = _params(given, call.max_tokens, call.stop)
-        found = await self._answers(caller, request, sampler, prompt, params, call.num_answers)
-        number = int(found.request[-8:], 16)  # names tool calls
+        params = _params(fields, call.max_tokens, call.stop)
+        outcome = await self._answers(caller, request, sampler, prompt, params, call.num_answers)
+        number = int(outcome.request[-8:], 16)  # names tool calls
         answers = [
             ChatAnswer(completion, prompt, message_of(text, bool(call.tools), number), "")
-            for completion, text in zip(found.completions, found.texts, strict=True)
+            for completion, text in zip(outcome.completions, outcome.texts, strict=True)
         ]
-        whole = _without_versions(OPENAI.answer(found.request, answers), given)
+        whole = _without_versions(OPENAI.answer(outcome.request, answers), fields)
         if not call.is_streamed:
             return answer(whole)
-        stream = OPENAI.stream(found.request, call)
+        stream = OPENAI.stream(outcome.request, call)
         texts = [choice["message"]["content"] or "" for choice in whole["choices"]]
         events = [event for at, text in enumerate(texts) for event in stream.piece(Piece(at, text, len(prompt)))]
-        return _streamed({**event, "model": given.model} for event in (*events, *stream.end(whole)))
+        return _streamed({**event, "model": fields.model} for event in (*events, *stream.end(whole)))
 
     async def _completion(self, caller: Caller, request: Request, body: bytes) -> Response:
-        given = await off_loop(len(body), lambda: parse(CompletionBody, body))
-        if _drawn(given).echo:
+        fields = await off_loop(len(body), lambda: parse(CompletionBody, body))
+        if _drawn(fields).echo:
             raise UserError("echo is not supported: the prompt is not sent back.")
-        sampler, stop = self._sampler(caller, given.model), [given.stop] if isinstance(given.stop, str) else given.stop
-        if isinstance(given.prompt, str):
-            prompt = await self.prompt(caller.tenant, PromptCall(self._directory(sampler), text=given.prompt))
+        sampler, stop = (
+            self._sampler(caller, fields.model),
+            [fields.stop] if isinstance(fields.stop, str) else fields.stop,
+        )
+        if isinstance(fields.prompt, str):
+            prompt = await self.prompt(caller.tenant, PromptCall(self._directory(sampler), text=fields.prompt))
         else:
-            prompt = array("i", given.prompt)
-        params = _params(given, given.max_tokens, stop or ())
-        found = await self._answers(caller, request, sampler, prompt, params, given.n or 1)
+            prompt = array("i", fields.prompt)
+        params = _params(fields, fields.max_tokens, stop or ())
+        outcome = await self._answers(caller, request, sampler, prompt, params, fields.n or 1)
         choices = [
             {
                 "index": index,
                 "text": text,
                 "finish_reason": completion.finish,
                 "token_ids": completion.tokens.tolist(),
-                "logprobs": {"token_logprobs": completion.logprobs.tolist()} if given.logprobs is not None else None,
+                "logprobs": {"token_logprobs": completion.logprobs.tolist()} if fields.logprobs is not None else None,
             }
-            for index, (completion, text) in enumerate(zip(found.completions, found.texts, strict=True))
+            for index, (completion, text) in enumerate(zip(outcome.completions, outcome.texts, strict=True))
         ]
-        told_once = {"id": found.request, "object": "text_completion", "created": int(time.time())}
-        told_once |= {"model": given.model}
-        if given.stream:
-            return _streamed({**told_once, "choices": [choice]} for choice in choices)
-        read, written = len(prompt), sum(len(one.tokens) for one in found.completions)
+        shared = {"id": outcome.request, "object": "text_completion", "created": int(time.time())}
+        shared |= {"model": fields.model}
+        if fields.stream:
+            return _streamed({**shared, "choices": [choice]} for choice in choices)
+        read, written = len(prompt), sum(len(one.tokens) for one in outcome.completions)
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        return answer({**told_once, "choices": choices, "usage": usage})
+        return answer({**shared, "choices": choices, "usage": usage})
 
     async def prompt(self, tenant: str, call: PromptCall) -> Ints:
         """Return the tokens of a prompt.
@@ -190,16 +193,18 @@ class ChatApi:
         self, caller: Caller, request: Request, sampler: Row, prompt: Ints, params: SamplingBody, num_answers: int
     ) -> _Answers:
         """Sample as a request of the tenant's, which is cancelled if the caller hangs up or the service ends."""
-        given = SampleBody(
+        sample_body = SampleBody(
             PromptBody([ChunkBody(prompt.tolist())]), params, num_answers, sampler.id, ends_with_model=True
         )
-        most, body = self._work.max_tokens(sampler.base), msgspec.json.encode(given)
-        await off_loop(len(body), lambda: sample_spec(given, most, ""))
+        most, body = self._work.max_tokens(sampler.base), msgspec.json.encode(sample_body)
+        await off_loop(len(body), lambda: sample_spec(sample_body, most, ""))
         self._work.storage.check(caller.tenant, 1.0, len(body))
-        submitted = self._dispatcher.submit(caller, sampler.session, sampler.id, "sample", None, "", body, given=given)
+        submitted = self._dispatcher.submit(
+            caller, sampler.session, sampler.id, "sample", None, "", body, parsed_body=sample_body
+        )
         try:
             while (row := await self._requests.ended(submitted, caller.tenant, POLL_SECONDS)) and row.state in OPEN:
-                self._cleaning.heard(sampler.session)
+                self._cleaning.note_alive(sampler.session)
                 if self._requests.is_stopping:
                     raise PeerError("ending", "the service ends; call again.")
                 if await request.is_disconnected():
@@ -208,10 +213,12 @@ class ChatApi:
             self._dispatcher.cancel_sample(submitted, caller.tenant)  # unless it has ended
         if row is None or row.state == "failed" or row.answer is None:
             raise UserError(row.error if row is not None and row.error else "The answer is gone; call again.")
-        found = await off_loop(len(row.answer), lambda: sample_as_json(pb.SampleResponse.FromString(row.answer)))
+        sample_fields = await off_loop(
+            len(row.answer), lambda: sample_as_json(pb.SampleResponse.FromString(row.answer))
+        )
         completions = [
             Completion(array("i", one["tokens"]), array("f", one["logprobs"]), ((0, 0),), one["stop_reason"])
-            for one in found["sequences"]
+            for one in sample_fields["sequences"]
         ]
         directory, rows = self._directory(sampler), [one.tokens for one in completions]
         async with self._turns[caller.tenant]:
@@ -227,19 +234,19 @@ class ChatApi:
         """Return the sampler of a base model or of a checkpoint as it is now, in a session that lives."""
         is_path = model.startswith(SCHEMES)
         source = str(self._work.checkpoint(model, caller.tenant).directory) if is_path else model
-        mine = self._tenants.get(caller.tenant)
-        live = mine and self._database.find(sessions, columns=["id"], id=mine.session, finished=None)
-        if mine is None or not live:
-            mine = self._tenants[caller.tenant] = _Tenant(self._work.open_session(caller.tenant, LABELS))
-        self._cleaning.heard(mine.session)
-        known = mine.samplers.get(source)
-        row = self._database.find(samplers, id=known) if known else None
+        tenant = self._tenants.get(caller.tenant)
+        live = tenant and self._database.find(sessions, columns=["id"], id=tenant.session, finished=None)
+        if tenant is None or not live:
+            tenant = self._tenants[caller.tenant] = _Tenant(self._work.open_session(caller.tenant, LABELS))
+        self._cleaning.note_alive(tenant.session)
+        sampler_id = tenant.samplers.get(source)
+        row = self._database.find(samplers, id=sampler_id) if sampler_id else None
         if row is not None:
             return row
-        sampler = f"{mine.session}:sample:{secrets.token_hex(8)}"
+        sampler = f"{tenant.session}:sample:{secrets.token_hex(8)}"
         self._work.storage.check_rows(samplers, caller.tenant)
-        self._requests.new_sampler(caller, mine.session, sampler, *((None, model) if is_path else (model, None)))
-        mine.samplers[source] = sampler
+        self._requests.new_sampler(caller, tenant.session, sampler, *((None, model) if is_path else (model, None)))
+        tenant.samplers[source] = sampler
         made = self._database.find(samplers, id=sampler)
         if made is None:
             raise InvariantError(f"the sampler {sampler} was stored, and is not there")
@@ -261,22 +268,22 @@ def _in_form(handle: Callable[[Caller, Request, bytes], Awaitable[Response]]) ->
     return handler
 
 
-def _drawn(given: _Body) -> _Body:
+def _drawn(fields: _Body) -> _Body:
     """Refuse what is not sampled here, for another distribution would be drawn from than was asked for."""
     for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-        if getattr(given, name):
+        if getattr(fields, name):
             raise UserError(f"{name} is not supported: leave it out.")
-    return given
+    return fields
 
 
-def _params(given: ChatBody, max_tokens: int | None, stop: Sequence[str]) -> SamplingBody:
+def _params(fields: ChatBody, max_tokens: int | None, stop: Sequence[str]) -> SamplingBody:
     return SamplingBody(
         max_tokens,
-        given.seed,
+        fields.seed,
         list(stop) or None,
-        1.0 if given.temperature is None else given.temperature,
-        -1 if given.top_k is None else given.top_k,
-        1.0 if given.top_p is None else given.top_p,
+        1.0 if fields.temperature is None else fields.temperature,
+        -1 if fields.top_k is None else fields.top_k,
+        1.0 if fields.top_p is None else fields.top_p,
     )
 
 
@@ -284,13 +291,13 @@ def _until(text: str, stops: Sequence[str]) -> str:
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
-def _without_versions(whole: dict[str, Any], given: ChatBody) -> dict[str, Any]:
+def _without_versions(whole: dict[str, Any], fields: ChatBody) -> dict[str, Any]:
     """Return an answer as the service gives it: a sampler has one version, and logprobs come to whom asks for them."""
     for choice in whole["choices"]:
         del choice["weight_versions"]
-        if not given.logprobs:
+        if not fields.logprobs:
             choice["logprobs"] = None
-    return {**whole, "model": given.model}
+    return {**whole, "model": fields.model}
 
 
 def _streamed(events: Iterator[dict[str, Any]]) -> Response:

@@ -48,7 +48,7 @@ class Cleaning:
         """`ticks`: seconds that never step."""
         self._database, self._backend, self._storage = work.database, work.backend, work.storage
         self._dispatcher, self._ticks = dispatcher, ticks
-        self._heard: dict[str, float] = {}  # when the clients of live sessions were last heard, in ticks
+        self._alive_at: dict[str, float] = {}  # when the clients of live sessions were last heard, in ticks
         self._unnamed_since: dict[Path, int] = {}  # the newest request at that time
         self._cleaning, self._deleting = asyncio.Lock(), set[str]()
         self._untidy = set[str]()  # tenants that have given up something since the last look
@@ -71,9 +71,9 @@ class Cleaning:
                 except Exception:
                     log.exception("cleaning up later what %s does", part.__name__)
 
-    def heard(self, session: str) -> None:
+    def note_alive(self, session: str) -> None:
         """The client of a session is there."""
-        self._heard[session] = self._ticks()
+        self._alive_at[session] = self._ticks()
 
     async def tidy(self, tenant: str, now: float) -> None:
         """Remove what a tenant has just given up, and measure what is left. Models go a little later. What several
@@ -93,8 +93,10 @@ class Cleaning:
         self._dispatcher.expire()
         live = [row.id for row in self._database.select(sessions, columns=["id"], finished=None)]
         ticks = self._ticks()
-        self._heard = {session: self._heard.get(session, ticks) for session in live}  # not while this process was away
-        for session in [session for session, heard in self._heard.items() if heard <= ticks - SILENCE_SECONDS]:
+        self._alive_at = {
+            session: self._alive_at.get(session, ticks) for session in live
+        }  # not while this process was away
+        for session in [session for session, alive_at in self._alive_at.items() if alive_at <= ticks - SILENCE_SECONDS]:
             self._dispatcher.end_session(session, f"The session sent nothing for {SILENCE_SECONDS:g} seconds.")
 
     async def _tidy(self, now: float) -> None:
@@ -185,12 +187,12 @@ class Cleaning:
         oldest = self._database.grouped(
             requests, ("tenant", "kind"), {"earliest": sql.func.min(requests.c.arrival)}, state=OPEN
         )
-        found = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
-        found[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
+        by_directory = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
+        by_directory[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
         for row in oldest:
             directory = self._storage.directory(row.tenant)
-            found[directory] = min(found.get(directory, found[ANYBODY]), row.earliest)
-        return found
+            by_directory[directory] = min(by_directory.get(directory, by_directory[ANYBODY]), row.earliest)
+        return by_directory
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:

@@ -96,9 +96,9 @@ class Curves:
     def newest(self, models: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the newest point of each of these models that has one, with its step."""
         last = self._database.grouped(steps, ["model"], {"last": sql.func.max(steps.c.step)}, model=tuple(models))
-        wanted = sql.tuple_(steps.c.model, steps.c.step).in_([(row.model, row.last) for row in last])
+        is_newest = sql.tuple_(steps.c.model, steps.c.step).in_([(row.model, row.last) for row in last])
         with self._database.transaction() as connection:
-            rows = connection.execute(sql.select(steps).where(wanted)) if last else ()
+            rows = connection.execute(sql.select(steps).where(is_newest)) if last else ()
             return {row.model: {name: getattr(row, name) for name in ("step", *COLUMNS)} for row in rows}
 
     def _thin_out(self, model: str, newest: int) -> None:

@@ -96,27 +96,27 @@ def read_json(body: bytes, forward_only: bool) -> TrainWork:
         PeerError: the body is not such JSON.
     """
     parsed = parse(TrainBody, body)
-    given = parsed.forward_input if forward_only else parsed.forward_backward_input
-    if given is None:
+    loss_body = parsed.forward_input if forward_only else parsed.forward_backward_input
+    if loss_body is None:
         raise PeerError("malformed", "forward_input or forward_backward_input is missing")
     try:
-        data, params = _json_data(given)
+        data, params = _json_data(loss_body)
         error = ""
     except UserError as problem:
         data, params, error = [], {}, str(problem)
     rows, widths = [datum for datum, _ in data], [width for _, width in data]
-    return TrainWork(parsed.model_id, parsed.seq_id, rows, widths, given.loss_fn, params, forward_only, error)
+    return TrainWork(parsed.model_id, parsed.seq_id, rows, widths, loss_body.loss_fn, params, forward_only, error)
 
 
-def _json_data(given: LossBody) -> tuple[list[tuple[ClientDatum, int]], dict[str, float]]:
-    config = given.loss_fn_config or {}
+def _json_data(loss_body: LossBody) -> tuple[list[tuple[ClientDatum, int]], dict[str, float]]:
+    config = loss_body.loss_fn_config or {}
     params = {name: value for name, value in config.items() if not isinstance(value, str)}
     if len(params) < len(config):
         raise UserError("loss_fn_config holds a text; the losses here take numbers.")
-    _check_count(len(given.data))
-    tensors = [tensor for datum in given.data for tensor in datum.loss_fn_inputs.values()]
+    _check_count(len(loss_body.data))
+    tensors = [tensor for datum in loss_body.data for tensor in datum.loss_fn_inputs.values()]
     _check_sparse(tensor.shape or () for tensor in tensors if tensor.sparse_crow_indices is not None)
-    return _read_all(given.data, _json_datum), params
+    return _read_all(loss_body.data, _json_datum), params
 
 
 def _json_datum(datum: DatumBody) -> tuple[ClientDatum, int]:
@@ -136,10 +136,10 @@ def _check_count(count: int) -> None:
         raise UserError(f"A request has {count} data; from 1 to {limits.DATA_MAX} are taken.")
 
 
-def _read_all(given: Iterable[Any], read: Callable[[Any], tuple[ClientDatum, int]]) -> list[tuple[ClientDatum, int]]:
+def _read_all(items: Iterable[Any], read: Callable[[Any], tuple[ClientDatum, int]]) -> list[tuple[ClientDatum, int]]:
     """Return `read(datum)` for each datum; errors name the datum by its index."""
     data, count = [], 0
-    for index, datum in enumerate(given):
+    for index, datum in enumerate(items):
         try:
             data.append(read(datum))
         except (UserError, ValueError, OverflowError) as error:
@@ -396,17 +396,17 @@ def _top(tokens: Ints, logprobs: Floats, rows: int, num_skipped: int = 0) -> pb.
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=likely.tobytes(), k=width, length=rows)
 
 
-def _targets(asked: TensorBody, found: Floats) -> pb.Tensor:
+def _targets(targets: TensorBody, sampled: Floats) -> pb.Tensor:
     """Return logprobs in the layout of the requested targets; 0 where no target was requested."""
-    logprobs = np.zeros(len(asked.data), dtype="<f4")
-    logprobs[np.asarray(asked.data) >= 0] = np.frombuffer(found, dtype="<f4")
-    answer = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=asked.shape)
-    if asked.sparse_crow_indices is None:
+    logprobs = np.zeros(len(targets.data), dtype="<f4")
+    logprobs[np.asarray(targets.data) >= 0] = np.frombuffer(sampled, dtype="<f4")
+    answer = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=targets.shape)
+    if targets.sparse_crow_indices is None:
         answer.dense = logprobs.tobytes()
         return answer
     crow, col = (
         np.asarray(indices or [], dtype="<i8").tobytes()
-        for indices in (asked.sparse_crow_indices, asked.sparse_col_indices)
+        for indices in (targets.sparse_crow_indices, targets.sparse_col_indices)
     )
     answer.sparse_csr.CopyFrom(pb.SparseCsr(values=logprobs.tobytes(), crow_indices=crow, col_indices=col))
     return answer
@@ -425,9 +425,9 @@ def sample_as_json(message: pb.SampleResponse) -> dict[str, Any]:
         for sequence in message.sequences
     ]
     logprobs = np.frombuffer(message.prompt_logprobs, dtype="<f4")
-    wanted = [None if np.isnan(x) else float(x) for x in logprobs] if len(logprobs) else None
+    of_prompt = [None if np.isnan(x) else float(x) for x in logprobs] if len(logprobs) else None
     top = _top_rows(message.topk_prompt_logprobs) or None
-    return {"sequences": sequences, "prompt_logprobs": wanted, "topk_prompt_logprobs": top}
+    return {"sequences": sequences, "prompt_logprobs": of_prompt, "topk_prompt_logprobs": top}
 
 
 def _top_rows(top: pb.TopkLogprobs) -> list[list[list[float]] | None]:

@@ -247,12 +247,12 @@ class Database:
         """Return all values of a column in the rows with these values, however many. Other threads go on meanwhile, for
         they are read in parts.
         """
-        query, found = sql.select(column).where(*_conditions(column.table, _kinds(where))), set[Any]()
+        query, distinct = sql.select(column).where(*_conditions(column.table, _kinds(where))), set[Any]()
         with self.transaction() as connection:
             rows = connection.execute(query.execution_options(yield_per=1000), _bound(where))
             for part in rows.scalars().partitions():
-                found.update(part)
-        return found
+                distinct.update(part)
+        return distinct
 
     def count(self, table: Table, **where: Any) -> int:
         """Return the number of rows with these values."""
@@ -289,8 +289,8 @@ class Database:
         is_live = sql.exists().where(sessions.c.id == models.c.session)
         is_saved = sql.exists().where(checkpoints.c.model == models.c.id)
         with self.transaction() as connection:
-            found = connection.execute(sql.select(models.c.id).where(~is_live, ~is_saved).limit(limit))
-            orphans = tuple(row.id for row in found)
+            rows = connection.execute(sql.select(models.c.id).where(~is_live, ~is_saved).limit(limit))
+            orphans = tuple(row.id for row in rows)
             self.delete(steps, model=orphans)
             self.delete(models, id=orphans)
 
@@ -315,18 +315,18 @@ class Database:
         if paths is not None:
             query = query.where(sql.tuple_(of.model, of.kind, of.name).in_(paths))
         with self.transaction() as connection:
-            found = connection.execute(query.execution_options(yield_per=1000)).scalars()
-            return [one for part in found.partitions() for one in part]
+            ids = connection.execute(query.execution_options(yield_per=1000)).scalars()
+            return [one for part in ids.partitions() for one in part]
 
     def newest(self, ids: Sequence[str]) -> list[Row]:
         """Return the newest checkpoint of each kind of these models."""
         of_these = checkpoints.c.model.in_(ids)
         groups = checkpoints.c.model, checkpoints.c.kind
         last = sql.select(*groups, sql.func.max(checkpoints.c.created).label("at")).where(of_these).group_by(*groups)
-        found = last.subquery()
+        latest = last.subquery()
         query = sql.select(checkpoints).join(
-            found,
-            sql.and_(groups[0] == found.c.model, groups[1] == found.c.kind, checkpoints.c.created == found.c.at),
+            latest,
+            sql.and_(groups[0] == latest.c.model, groups[1] == latest.c.kind, checkpoints.c.created == latest.c.at),
         )
         with self.transaction() as connection:
             return list(connection.execute(query))
@@ -370,12 +370,12 @@ def _selection(table: Table, order: str, columns: tuple[str, ...], kinds: Kinds)
 
 def _columns(table: Table, names: Sequence[str]) -> list[sql.ColumnElement[Any]]:
     """Return the columns of these names; all if there are none."""
-    found: list[sql.ColumnElement[Any]] = []
+    columns: list[sql.ColumnElement[Any]] = []
     for name in names or table.c.keys():
         measured = table.c.get(name.removesuffix("_bytes"))
         is_size = name not in table.c and measured is not None
-        found.append(sql.func.coalesce(sql.func.length(measured), 0).label(name) if is_size else table.c[name])
-    return found
+        columns.append(sql.func.coalesce(sql.func.length(measured), 0).label(name) if is_size else table.c[name])
+    return columns
 
 
 @functools.cache
@@ -397,16 +397,16 @@ def _kinds(where: dict[str, Any]) -> Kinds:
 
 
 def _conditions(table: Table, kinds: Kinds) -> list[sql.ColumnElement[bool]]:
-    found: list[sql.ColumnElement[bool]] = []
+    conditions: list[sql.ColumnElement[bool]] = []
     for name, kind in kinds:
         column = table.c[name]
         if kind == "null":
-            found.append(column.is_(None))
+            conditions.append(column.is_(None))
         elif kind == "in":
-            found.append(column.in_(sql.bindparam(f"where_{name}", expanding=True)))
+            conditions.append(column.in_(sql.bindparam(f"where_{name}", expanding=True)))
         else:
-            found.append(column == sql.bindparam(f"where_{name}"))
-    return found
+            conditions.append(column == sql.bindparam(f"where_{name}"))
+    return conditions
 
 
 def _bound(where: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from echo2.core.errors import InvariantError, PeerError, UserError, counted
 from echo2_service import limits
 from echo2_service.backend import UnloadCall
 from echo2_service.decide.order import FairQueue, ModelOrder, Released
-from echo2_service.front.body_reader import BodyReader, Given, GivenRequests, read_stored
+from echo2_service.front.body_reader import BodyReader, ParsedBodies, ParsedBody, read_stored
 from echo2_service.front.curves import Curves
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
 from echo2_service.front.request_guard import Caller, for_tenants
@@ -77,7 +77,7 @@ class Dispatcher:
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._num_sampling = Counter[str]()
         self._num_open, self._open_bytes = Counter[str](), Counter[str]()
-        self._given = GivenRequests()
+        self._parsed_bodies = ParsedBodies()
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -105,10 +105,10 @@ class Dispatcher:
         digest: str,
         body: bytes,
         refusal: str = "",
-        given: Given = None,
+        parsed_body: ParsedBody = None,
     ) -> str:
         """Store a request and return its id. An identical request gets the same id. A `refusal` is stored in place of
-        the body: the request fails with it in its turn. `given`: the body as it was read.
+        the body: the request fails with it in its turn. `parsed_body`: the body as it was read.
 
         Raises:
             PeerError: `rate` if too many requests of the tenant or model are open; `spent`, `disk_quota` if a quota is
@@ -129,7 +129,7 @@ class Dispatcher:
         # A database writes a whole row again for each change. So training data come last, once the turn is fixed.
         last = body if kind in TRAINING else b""
         if body:
-            self._given.add(request, given, len(body))  # now: its turn may come in this transaction
+            self._parsed_bodies.add(request, parsed_body, len(body))  # now: its turn may come in this transaction
         try:
             with self._database.transaction():
                 self._database.insert(
@@ -153,7 +153,7 @@ class Dispatcher:
                 if last and self._database.update(requests, {"id": request, "state": OPEN}, body=last):
                     self._stored(caller.tenant, 0, len(last))
         except BaseException:
-            self._given.drop(request)
+            self._parsed_bodies.drop(request)
             raise
         if kind == "sample":
             self._add_sample(caller.tenant, request)
@@ -291,17 +291,17 @@ class Dispatcher:
         """Return why a request of a model is refused in its turn. Training data were checked when they came."""
         if row.kind not in CHECKED:
             return ""
-        given = self._given.look(row.id)
-        if given is None:
+        parsed_body = self._parsed_bodies.look(row.id)
+        if parsed_body is None:
             stored = self._database.find(requests, columns=["body"], id=row.id)
-            given = read_stored(stored.body or b"" if stored is not None else b"", row.kind)
-        return self._work.refusal(row, given)
+            parsed_body = read_stored(stored.body or b"" if stored is not None else b"", row.kind)
+        return self._work.refusal(row, parsed_body)
 
-    async def _asked(self, row: Row) -> Given:
+    async def _take_body(self, row: Row) -> ParsedBody:
         """Return what a request asks for, and keep it no longer; what was not kept is read from the store again."""
-        given = self._given.drop(row.id)
-        if given is not None or row.kind == "create_model":
-            return given
+        parsed_body = self._parsed_bodies.drop(row.id)
+        if parsed_body is not None or row.kind == "create_model":
+            return parsed_body
         stored = await self._reached(partial(self._database.find, requests, columns=["body"], id=row.id))
         return await self._bodies.read_stored(stored.body or b"" if stored else b"", row.kind)
 
@@ -332,10 +332,10 @@ class Dispatcher:
             if row is None or row.state != "queued":
                 lane.waiting.popleft()
                 continue
-            given = await self._asked(row)
+            parsed_body = await self._take_body(row)
             lane.waiting.popleft()
             before = frozenset(running) if row.kind == "optim_step" else frozenset()
-            task = self._spawn(self._carry_out(row, given, before), partial(self._request_failed, row.id))
+            task = self._spawn(self._carry_out(row, parsed_body, before), partial(self._request_failed, row.id))
             running.add(task)
             task.add_done_callback(ended)
             if row.kind == "create_model" or row.operation == 1:
@@ -387,7 +387,7 @@ class Dispatcher:
     async def _sample(self, request: str) -> None:
         row = await self._reached(partial(self._database.find, requests, columns=CARRIED, id=request))
         if row is not None and row.state == "queued":
-            await self._carry_out(row, await self._asked(row))
+            await self._carry_out(row, await self._take_body(row))
 
     def _sampled(self, tenant: str, request: str, _: asyncio.Task[None]) -> None:
         del self._sampling[request]
@@ -402,10 +402,12 @@ class Dispatcher:
         if row.id in self._sampling:
             self._sampling[row.id].cancel()  # also at the back end
 
-    async def _carry_out(self, row: Row, given: Given, before: frozenset[asyncio.Task[None]] = frozenset()) -> None:
+    async def _carry_out(
+        self, row: Row, parsed_body: ParsedBody, before: frozenset[asyncio.Task[None]] = frozenset()
+    ) -> None:
         """Carry out a request. Its outcome is stored after those of `before`, which a step's figures count."""
         try:
-            done = await self._work.carry_out(row, given)
+            done = await self._work.carry_out(row, parsed_body)
             if before:
                 await asyncio.wait(before)
         except (UserError, PeerError) as error:
@@ -440,7 +442,7 @@ class Dispatcher:
             self._database.when_stored(partial(self._has_ended, row, bool(is_news), len(answer)))
 
     def _has_ended(self, row: Row, is_news: bool, answer_bytes: int) -> None:
-        self._given.drop(row.id)
+        self._parsed_bodies.drop(row.id)
         if is_news:
             self._count(row.tenant, -1, -row.body_bytes)
             self._work.storage.stored(row.tenant, answer_bytes - row.body_bytes)

@@ -30,12 +30,12 @@ FAULTS_KEPT, FAULT_CHARS = 50, 500
 
 def tenants(database: Database, now: float) -> dict[str, dict[str, Any]]:
     """Return by tenant: live sessions, their models, open requests by kind, oldest wait in seconds, tokens, dollars."""
-    found: dict[str, dict[str, Any]] = {}
+    by_tenant: dict[str, dict[str, Any]] = {}
     count = sql.func.count()
 
     def of(tenant: str) -> dict[str, Any]:
         empty = {"sessions": 0, "models": 0, "open": {}, "oldest_wait_seconds": 0.0, "tokens": 0, "usd": 0.0}
-        return found.setdefault(tenant, empty)
+        return by_tenant.setdefault(tenant, empty)
 
     for row in database.grouped(sessions, ["tenant"], {"num": count}, finished=None):
         of(row.tenant)["sessions"] = row.num
@@ -45,13 +45,13 @@ def tenants(database: Database, now: float) -> dict[str, dict[str, Any]]:
             of(row.tenant)["models"] = row.num
     oldest = {"num": count, "oldest": sql.func.min(requests.c.created)}
     for row in database.grouped(requests, ["tenant", "kind"], oldest, state=OPEN):
-        mine = of(row.tenant)
-        mine["open"][row.kind] = row.num
-        mine["oldest_wait_seconds"] = max(mine["oldest_wait_seconds"], now - row.oldest)
+        entry = of(row.tenant)
+        entry["open"][row.kind] = row.num
+        entry["oldest_wait_seconds"] = max(entry["oldest_wait_seconds"], now - row.oldest)
     sums = {"all_tokens": sql.func.sum(bills.c.tokens), "all_usd": sql.func.sum(bills.c.usd)}
     for row in database.grouped(bills, ["tenant"], sums):
         of(row.tenant).update(tokens=int(row.all_tokens), usd=float(row.all_usd))
-    return dict(sorted(found.items()))
+    return dict(sorted(by_tenant.items()))
 
 
 class Overview:
@@ -67,13 +67,13 @@ class Overview:
     async def show(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return fleet, tenants, money and faults."""
         now, quotas = self._clock(), self._tariff.quotas
-        found = tenants(self._database, now)
-        for name, row in found.items():
+        by_tenant = tenants(self._database, now)
+        for name, row in by_tenant.items():
             kept = self._storage.known_bytes(name)
             row["disk_gb"] = None if kept is None else kept / 1e9
             row["quota_usd"] = of_tenant(quotas.quota_usd, name)
             row["quota_disk_gb"] = of_tenant(quotas.quota_disk_gb, name)
-        shown = sorted(found.items(), key=lambda item: (-item[1]["oldest_wait_seconds"], -item[1]["usd"], item[0]))
+        shown = sorted(by_tenant.items(), key=lambda item: (-item[1]["oldest_wait_seconds"], -item[1]["usd"], item[0]))
         rows = [{"tenant": name, **row} for name, row in shown[: limits.PAGE_MAX]]
         fleet = self._fleet()
         return answer(
@@ -81,13 +81,13 @@ class Overview:
                 "time": now,
                 "begun": self._begun,
                 "tenants": rows,
-                "num_tenants": len(found),
-                "num_open": sum(sum(row["open"].values()) for row in found.values()),
-                "usd": sum(row["usd"] for row in found.values()),
+                "num_tenants": len(by_tenant),
+                "num_open": sum(sum(row["open"].values()) for row in by_tenant.values()),
+                "usd": sum(row["usd"] for row in by_tenant.values()),
                 "usd_per_million_tokens": quotas.usd_per_million_tokens,
                 "usd_per_hour": sum(row["price_usd_per_hour"] for row in fleet["machines"].values()),
                 **fleet,
-                "faults": self.faults.told(),
+                "faults": self.faults.newest(),
             }
         )
 
@@ -124,7 +124,7 @@ class Faults(logging.Handler):
     def stop(self) -> None:
         logging.getLogger().removeHandler(self)
 
-    def told(self) -> list[dict[str, Any]]:
+    def newest(self) -> list[dict[str, Any]]:
         """Return what was kept, the newest first."""
         self.acquire()  # other threads log, too
         try:

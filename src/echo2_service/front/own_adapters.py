@@ -108,9 +108,9 @@ def _check_shapes(adapter: Snapshot, model: Snapshot, rank: int, base: str) -> l
         if layer != name and len(tensor.shape) == 2 and layer.rpartition(".")[2] in ends:
             expected[PREFIX + layer + DOWN] = (rank, tensor.shape[1])
             expected[PREFIX + layer + UP] = (tensor.shape[0], rank)
-    given: Mapping[str, Sequence[int]] = {name: tensor.shape for name, tensor in adapter.tensors.items()}
-    for name in sorted(expected.keys() | given.keys()):
-        ours, theirs = (shapes.get(name) for shapes in (expected, given))
+    adapter_shapes: Mapping[str, Sequence[int]] = {name: tensor.shape for name, tensor in adapter.tensors.items()}
+    for name in sorted(expected.keys() | adapter_shapes.keys()):
+        ours, theirs = (shapes.get(name) for shapes in (expected, adapter_shapes))
         if ours is None or theirs is None or tuple(ours) != tuple(theirs):
             two = [str(list(shape)) if shape is not None else "no such tensor" for shape in (theirs, ours)]
             raise UserError(f"The adapter is not of {base}: {name[:200]} is {two[0]}; rank {rank} makes it {two[1]}.")

@@ -80,13 +80,15 @@ class Traffic:
         return Passage(tenant, self._take, self._end)
 
     def _take(self, tenant: str, num_bytes: int) -> None:
-        mine, everyone = self._bytes[tenant] + num_bytes, self.num_bytes + num_bytes
-        room = limits.ALL_BYTES_MAX - (limits.RESERVED_BYTES if mine > limits.FEW_BYTES else 0)
-        if mine > limits.TENANT_BYTES_MAX:
-            raise PeerError("rate", f"{mine} bytes of your requests are under way; wait until some are answered.")
+        tenant_bytes, everyone = self._bytes[tenant] + num_bytes, self.num_bytes + num_bytes
+        room = limits.ALL_BYTES_MAX - (limits.RESERVED_BYTES if tenant_bytes > limits.FEW_BYTES else 0)
+        if tenant_bytes > limits.TENANT_BYTES_MAX:
+            raise PeerError(
+                "rate", f"{tenant_bytes} bytes of your requests are under way; wait until some are answered."
+            )
         if everyone > room:
             raise PeerError("rate", "too much is under way; try again.")
-        self._bytes[tenant], self.num_bytes = mine, everyone
+        self._bytes[tenant], self.num_bytes = tenant_bytes, everyone
 
     def _end(self, tenant: str, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
@@ -335,7 +337,7 @@ def joined(one: str, other: str) -> str:
     """Return the key of two halves; empty: they are not halves of a key."""
     try:
         pairs = zip(bytes.fromhex(one), bytes.fromhex(other), strict=True)
-        return bytes(mine ^ yours for mine, yours in pairs).decode()
+        return bytes(first ^ second for first, second in pairs).decode()
     except ValueError:
         return ""
 
@@ -366,8 +368,8 @@ def refused(error: PeerError | UserError) -> Response:
 def for_tenants(text: str) -> str:
     """Return the text of an error with "..." in place of absolute paths, cut to a bounded length. It may quote what a
     tenant wrote, and half of a character could not be sent."""
-    told = _PATH.sub(lambda found: found["kept"] or "...", text)[:ERROR_CHARS_MAX]
-    return told.encode(errors="replace").decode()
+    shown = _PATH.sub(lambda match: match["kept"] or "...", text)[:ERROR_CHARS_MAX]
+    return shown.encode(errors="replace").decode()
 
 
 async def read_body(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:

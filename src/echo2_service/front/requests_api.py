@@ -24,7 +24,7 @@ from echo2_service.front.bodies import (
     numbered,
     parse,
 )
-from echo2_service.front.body_reader import BODIES, BodyReader, Given, digest_of, off_loop
+from echo2_service.front.body_reader import BODIES, BodyReader, ParsedBody, digest_of, off_loop
 from echo2_service.front.data import answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
@@ -59,23 +59,25 @@ class RequestsApi:
         self._stopping.set()
 
     async def create_model(self, caller: Caller, request: Request, body: bytes) -> Response:
-        given = parse(ModelBody, body)
-        if given.base_model not in self._work.backend.bases:
-            known = ", ".join(self._work.backend.bases)
-            raise UserError(f"There is no base model {given.base_model!r}; there are {known}.")
-        spec = _spec(caller.tenant, given, f"{given.session_id}:train:{given.model_seq_id}")
-        model = await self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
-        return self._submit_first(caller, given.session_id, model, "create_model", body)
+        fields = parse(ModelBody, body)
+        if fields.base_model not in self._work.backend.bases:
+            names = ", ".join(self._work.backend.bases)
+            raise UserError(f"There is no base model {fields.base_model!r}; there are {names}.")
+        spec = _spec(caller.tenant, fields, f"{fields.session_id}:train:{fields.model_seq_id}")
+        model = await self._new_model(caller, fields.session_id, fields.model_seq_id, spec, fields.user_metadata)
+        return self._submit_first(caller, fields.session_id, model, "create_model", body)
 
     async def load_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Load a checkpoint into a model, or into a new model with the settings of the checkpoint's model."""
-        given, digest = await self._bodies.read(LoadBody, body)
-        if given.session_id is None or given.model_seq_id is None:
-            return await self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body, digest, given)
-        found = self._work.checkpoint(given.path, caller.tenant)
-        spec = msgspec.convert({**found.spec, "owner": caller.tenant}, ModelSpec)
-        model = await self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
-        return self._submit_first(caller, given.session_id, model, "load_weights", body, given)
+        fields, digest = await self._bodies.read(LoadBody, body)
+        if fields.session_id is None or fields.model_seq_id is None:
+            return await self._submit(
+                caller, fields.model_id or "", "load_weights", fields.seq_id, body, digest, fields
+            )
+        checkpoint = self._work.checkpoint(fields.path, caller.tenant)
+        spec = msgspec.convert({**checkpoint.spec, "owner": caller.tenant}, ModelSpec)
+        model = await self._new_model(caller, fields.session_id, fields.model_seq_id, spec, fields.user_metadata)
+        return self._submit_first(caller, fields.session_id, model, "load_weights", body, fields)
 
     async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Add up gradients; the body is protobuf or JSON."""
@@ -95,45 +97,45 @@ class RequestsApi:
         """Return the handler of a kind of request that is only submitted."""
 
         async def submit(caller: Caller, request: Request, body: bytes) -> Response:
-            given, digest = await self._bodies.read(BODIES[kind], body)
-            return await self._submit(caller, given.model_id, kind, given.seq_id, body, digest, given)
+            fields, digest = await self._bodies.read(BODIES[kind], body)
+            return await self._submit(caller, fields.model_id, kind, fields.seq_id, body, digest, fields)
 
         return submit
 
     async def create_sampling_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a sampler of a base model or a checkpoint."""
-        given = parse(SamplerBody, body)
-        self.session(caller, given.session_id)
+        fields = parse(SamplerBody, body)
+        self.session(caller, fields.session_id)
         self._storage.check_rows(samplers, caller.tenant)
-        sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
+        sampler = f"{fields.session_id}:sample:{fields.sampling_session_seq_id}"
         if self._database.find(samplers, id=sampler) is None:
-            self.new_sampler(caller, given.session_id, sampler, given.base_model, given.model_path)
+            self.new_sampler(caller, fields.session_id, sampler, fields.base_model, fields.model_path)
         return answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def sample(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Request samples; each gets an id of its own."""
-        given, digest = await self._bodies.read(SampleBody, body)
-        if given.sampling_session_id is None:
+        fields, digest = await self._bodies.read(SampleBody, body)
+        if fields.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling session first.")
-        sampler = self._database.find(samplers, id=given.sampling_session_id, tenant=caller.tenant)
+        sampler = self._database.find(samplers, id=fields.sampling_session_id, tenant=caller.tenant)
         if sampler is None:
-            raise PeerError("not_found", f"there is no sampler {given.sampling_session_id!r}.")
+            raise PeerError("not_found", f"there is no sampler {fields.sampling_session_id!r}.")
         most = self._work.max_tokens(sampler.base)
-        await off_loop(len(body), lambda: sample_spec(given, most, ""))
+        await off_loop(len(body), lambda: sample_spec(fields, most, ""))
         self.session(caller, sampler.session)  # last: it may have ended meanwhile
         self._storage.check(caller.tenant, 1.0, len(body))
         submitted = self._dispatcher.submit(
-            caller, sampler.session, sampler.id, "sample", given.seq_id, digest, body, given=given
+            caller, sampler.session, sampler.id, "sample", fields.seq_id, digest, body, parsed_body=fields
         )
-        ids = [f"{submitted}:{index}" for index in range(given.num_samples)]
+        ids = [f"{submitted}:{index}" for index in range(fields.num_samples)]
         return answer({"request_id": submitted, "sample_sequence_ids": ids})
 
     async def retrieve_future(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return the outcome of a request. The poll is held open until the request has ended."""
-        given = parse(FutureBody, body)
-        row = await self.ended(given.request_id, caller.tenant, POLL_SECONDS)
+        fields = parse(FutureBody, body)
+        row = await self.ended(fields.request_id, caller.tenant, POLL_SECONDS)
         if row is None:
-            raise PeerError("not_found", f"there is no request {given.request_id!r}.")
+            raise PeerError("not_found", f"there is no request {fields.request_id!r}.")
         return await self._outcome(row, request.headers)
 
     async def ended(self, request: str, tenant: str, seconds: float) -> Row | None:
@@ -167,20 +169,20 @@ class RequestsApi:
             headers = request.headers
             is_protobuf = headers.get("content-type", "").startswith(PROTOBUF)
             is_packed = headers.get("content-encoding", "") == "zstd"
-            found = await asyncio.to_thread(numbered, body, is_protobuf, is_packed)
-            if found is None:
+            addressee = await asyncio.to_thread(numbered, body, is_protobuf, is_packed)
+            if addressee is None:
                 return None
-            row = self._database.find(models, columns=["session"], id=found.model, tenant=caller.tenant)
+            row = self._database.find(models, columns=["session"], id=addressee.model, tenant=caller.tenant)
             if row is None:
                 return None
             words = for_tenants(error.detail if isinstance(error, PeerError) else str(error))
             try:
                 submitted = self._dispatcher.submit(
-                    caller, row.session, found.model, kind, found.number, digest_of(body), b"", words
+                    caller, row.session, addressee.model, kind, addressee.number, digest_of(body), b"", words
                 )
             except PeerError as busy:
                 return refused(busy)
-            return answer({"request_id": submitted, "model_id": found.model})
+            return answer({"request_id": submitted, "model_id": addressee.model})
 
         return fail
 
@@ -246,8 +248,8 @@ class RequestsApi:
         """
         directory = None
         if path is not None:
-            found = self._work.checkpoint(path, caller.tenant)
-            base, directory = found.spec["base"], found.directory
+            checkpoint = self._work.checkpoint(path, caller.tenant)
+            base, directory = checkpoint.spec["base"], checkpoint.directory
         if base not in self._work.backend.bases:
             raise UserError(f"There is no base model {base!r}; there are {', '.join(self._work.backend.bases)}.")
         self._database.insert(
@@ -255,12 +257,14 @@ class RequestsApi:
         )
 
     def _submit_first(
-        self, caller: Caller, session: str, model: str, kind: str, body: bytes, given: Given = None
+        self, caller: Caller, session: str, model: str, kind: str, body: bytes, parsed_body: ParsedBody = None
     ) -> Response:
         """Submit the request that creates a model; a repetition returns the first request's id."""
         again = self._database.find(requests, columns=["id"], target=model, kind=kind, session=session, number=None)
         submitted = (
-            again.id if again else self._dispatcher.submit(caller, session, model, kind, None, "", body, given=given)
+            again.id
+            if again
+            else self._dispatcher.submit(caller, session, model, kind, None, "", body, parsed_body=parsed_body)
         )
         return answer({"request_id": submitted, "model_id": model})
 
@@ -272,15 +276,17 @@ class RequestsApi:
         number: int | None,
         body: bytes,
         digest: str,
-        given: Given,
+        parsed_body: ParsedBody,
     ) -> Response:
         row = self._database.find(models, id=model, tenant=caller.tenant)
         if row is None:
             raise PeerError("not_found", f"there is no model {model[:200]!r}.")
         refusal = await self._no_room(caller.tenant, kind, len(body))
-        if isinstance(given, TrainWork):
-            refusal = refusal or given.error
-        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body, refusal, given)
+        if isinstance(parsed_body, TrainWork):
+            refusal = refusal or parsed_body.error
+        submitted = self._dispatcher.submit(
+            caller, row.session, model, kind, number, digest, body, refusal, parsed_body
+        )
         return answer({"request_id": submitted, "model_id": model})
 
     async def _no_room(self, tenant: str, kind: str, num_bytes: int) -> str:
@@ -299,11 +305,11 @@ class RequestsApi:
         return ""
 
 
-def _spec(tenant: str, given: ModelBody, model: str) -> ModelSpec:
+def _spec(tenant: str, fields: ModelBody, model: str) -> ModelSpec:
     """Return the spec of a new model. A missing seed is derived from the model's id, which is random: adapters without
     a seed differ, and the request can be repeated.
     """
-    lora = given.lora_config or LoraBody()
+    lora = fields.lora_config or LoraBody()
     drawn = int.from_bytes(hashlib.sha256(model.encode()).digest()[:7], "big")
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     targets = ("all-linear",)
@@ -312,4 +318,4 @@ def _spec(tenant: str, given: ModelBody, model: str) -> ModelSpec:
     if not targets:
         raise UserError("lora_config trains neither attention nor MLP; one of them must be trained here.")
     seed = drawn if lora.seed is None else lora.seed
-    return ModelSpec(given.base_model, tenant, lora.rank, ALPHA, seed, targets)
+    return ModelSpec(fields.base_model, tenant, lora.rank, ALPHA, seed, targets)

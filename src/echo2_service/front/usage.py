@@ -87,8 +87,8 @@ class Bills:
         """
         by_kind = {kind: self._price(kind, count) for kind, count in num_tokens.items()}
         quota = self._quota(tenant)
-        left = None if quota is None else max(0.0, quota - self._usd(bills, tenant=tenant))
-        return {"usd": sum(by_kind.values()), "usd_by_kind": by_kind, "usd_left": left}
+        usd_left = None if quota is None else max(0.0, quota - self._usd(bills, tenant=tenant))
+        return {"usd": sum(by_kind.values()), "usd_by_kind": by_kind, "usd_left": usd_left}
 
     def of(self, tenant: str) -> dict[str, Any]:
         """Return a tenant's bill, with the current prices."""
@@ -186,7 +186,7 @@ class Storage:
 
     def answers_exceed(self) -> list[str]:
         """Return the tenants whose stored answers are to go early: they are many, or a large part of the quota."""
-        found = []
+        tenants = []
         for tenant, size in self._in_requests.items():
             quota = self._quota(tenant)
             room = math.inf if quota is None else quota
@@ -194,8 +194,8 @@ class Storage:
                 size > min(limits.ANSWERS_BYTES_MAX, room * ANSWERS_SHARE)
                 or self.num_bytes(tenant) >= room * SAVES_SHARE
             ):
-                found.append(tenant)
-        return found
+                tenants.append(tenant)
+        return tenants
 
     def count_requests(self) -> None:
         """Count the bytes of all stored requests."""
@@ -205,14 +205,14 @@ class Storage:
             + ROW_BYTES
         )
         with self._database.transaction() as connection:
-            found = connection.execute(sql.select(requests.c.tenant, size).group_by(requests.c.tenant))
-            self._in_requests = Counter({tenant: int(count) for tenant, count in found})
+            rows = connection.execute(sql.select(requests.c.tenant, size).group_by(requests.c.tenant))
+            self._in_requests = Counter({tenant: int(count) for tenant, count in rows})
 
     async def measure(self, tenant: str) -> int:
         """Measure what the tenant keeps, and return its bytes. What several callers wait for is measured once."""
-        asked = self._begun[tenant]
+        num_begun = self._begun[tenant]
         async with self._measuring[tenant]:
-            if self._ended[tenant] <= asked:  # none has begun since, and told
+            if self._ended[tenant] <= num_begun:  # none has begun since, and told
                 self._begun[tenant] += 1
                 number, before = self._begun[tenant], self._since[tenant]
                 self._on_disk[tenant] = await asyncio.to_thread(self._look, self._database.beside(), tenant)
@@ -225,10 +225,10 @@ class Storage:
         elsewhere, others = self._held(database, tenant)
         rows = sum(_row_bytes(database, table, tenant) for table in (sessions, models, samplers, checkpoints))
         rows += database.count(steps, tenant=tenant) * POINT_BYTES
-        mine = allocated_bytes(self.directory(tenant)) - sum(map(allocated_bytes, others))
+        own_bytes = allocated_bytes(self.directory(tenant)) - sum(map(allocated_bytes, others))
         held = sum(map(allocated_bytes, elsewhere))
         names = database.values(models.c.id, tenant=tenant)
-        return rows + max(0, mine) + held + sum(map(self._backend.num_bytes, names))
+        return rows + max(0, own_bytes) + held + sum(map(self._backend.num_bytes, names))
 
     async def measure_all(self) -> None:
         """Measure the tenants that have quotas, and of those that share one the tenants that have written since."""
@@ -273,13 +273,13 @@ def _row_bytes(database: Database, table: sql.Table, tenant: str) -> int:
 def sampler_directories(database: Database, **where: Any) -> set[str]:
     """Return the directories that samplers of live sessions read; `where`: of these samplers and models alone."""
     live = sql.select(sessions.c.id).where(sessions.c.finished.is_(None))  # no list: PostgreSQL takes 65,535
-    found = set[str]()
+    directories = set[str]()
     with database.transaction() as connection:
         for column, more in ((samplers.c.directory, (samplers.c.model.is_(None),)), (models.c.inflight, ())):
             of = column.table.c
             these = (of.session.in_(live), column.is_not(None), *(of[name] == value for name, value in where.items()))
-            found |= set(connection.execute(sql.select(column).where(*these, *more)).scalars())
-    return found
+            directories |= set(connection.execute(sql.select(column).where(*these, *more)).scalars())
+    return directories
 
 
 def _paths(names: Iterable[str]) -> list[Path]:

@@ -33,7 +33,7 @@ from echo2_service.backend import (
     TrainWork,
 )
 from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, prompt_tokens
-from echo2_service.front.body_reader import Given, off_loop
+from echo2_service.front.body_reader import ParsedBody, off_loop
 from echo2_service.front.curves import Trained, trained
 from echo2_service.front.data import check_scores, read_targets, sample_answer, train_answer
 from echo2_service.front.database import Database, Row, checkpoints, models, samplers, sessions
@@ -73,28 +73,29 @@ class Work:
             "sample": self._sample,
         }
 
-    async def carry_out(self, request: Row, given: Given) -> Done:
-        """Carry out a request. `given`: what it asks for. The back end is called before this waits, samples aside.
+    async def carry_out(self, request: Row, parsed_body: ParsedBody) -> Done:
+        """Carry out a request. `parsed_body`: what it asks for. The back end is called before this waits, samples
+        aside.
 
         Raises:
             UserError, PeerError: the request can't be carried out. InvariantError: see `Backend`.
         """
-        if isinstance(given, PeerError):
-            raise given
-        done: Done = await self._carriers[request.kind](request, given)
+        if isinstance(parsed_body, PeerError):
+            raise parsed_body
+        done: Done = await self._carriers[request.kind](request, parsed_body)
         return done
 
-    def refusal(self, request: Row, given: Given) -> str:
+    def refusal(self, request: Row, parsed_body: ParsedBody) -> str:
         """Return why a model's request is not passed to the back end; empty if it is passed."""
         try:
-            if isinstance(given, PeerError):
-                raise given
-            if isinstance(given, OptimBody):
-                adam_settings(given.adam_params)
-            elif isinstance(given, SaveBody):
-                self._check_name(request, given)
-            elif isinstance(given, LoadBody):
-                self.checkpoint(given.path, request.tenant)
+            if isinstance(parsed_body, PeerError):
+                raise parsed_body
+            if isinstance(parsed_body, OptimBody):
+                adam_settings(parsed_body.adam_params)
+            elif isinstance(parsed_body, SaveBody):
+                self._check_name(request, parsed_body)
+            elif isinstance(parsed_body, LoadBody):
+                self.checkpoint(parsed_body.path, request.tenant)
         except (UserError, PeerError) as error:
             return str(error)
         return ""
@@ -130,14 +131,14 @@ class Work:
             UserError: the service has it no more; samplers outlive a restart.
         """
         if base not in self.backend.bases:
-            known = ", ".join(self.backend.bases)
-            raise UserError(f"The base model {base!r} is not served any more; there are {known}.")
+            names = ", ".join(self.backend.bases)
+            raise UserError(f"The base model {base!r} is not served any more; there are {names}.")
         return self.backend.bases[base].max_tokens
 
     def _check_name(self, request: Row, body: SaveBody) -> None:
         kind = _checkpoint_kind(request.kind)
-        found = body.path and self.database.find(checkpoints, model=body.model_id, kind=kind, name=body.path)
-        if found and not body.overwrite:
+        existing = body.path and self.database.find(checkpoints, model=body.model_id, kind=kind, name=body.path)
+        if existing and not body.overwrite:
             raise UserError(f"The model has a checkpoint {body.path!r} already. Choose another name, or overwrite.")
 
     async def _create_model(self, request: Row, _: None) -> Done:
@@ -224,11 +225,11 @@ class Work:
         return _json(type=request.kind, sampling_session_id=sampler)
 
     async def _load(self, request: Row, body: LoadBody) -> Done:
-        found = self.checkpoint(body.path, request.tenant)
+        checkpoint = self.checkpoint(body.path, request.tenant)
         if body.session_id is not None:
             await self.backend.call(CreateModelCall(request.target, self._spec(request.target)))
-        with_optimizer = body.optimizer and found.kind == "weights"
-        await self.backend.call(LoadStateCall(request.target, request.operation, found.directory, with_optimizer))
+        with_optimizer = body.optimizer and checkpoint.kind == "weights"
+        await self.backend.call(LoadStateCall(request.target, request.operation, checkpoint.directory, with_optimizer))
         return _json(type="load_weights", path=body.path, model_id=request.target)
 
     async def _sample(self, request: Row, body: SampleBody) -> Done:
@@ -253,7 +254,7 @@ def path_parts(path: str) -> tuple[str, str, str]:
     Raises:
         UserError: it is no such path.
     """
-    scheme = next((known for known in SCHEMES if path.startswith(known)), "")
+    scheme = next((prefix for prefix in SCHEMES if path.startswith(prefix)), "")
     parts = path.removeprefix(scheme).split("/")
     if not scheme or len(parts) != 3 or parts[1] not in KINDS:
         raise UserError(f"{path[:200]!r} is not a path of a checkpoint: tinker://MODEL/weights/NAME.")
@@ -266,9 +267,9 @@ def adam_settings(body: AdamBody) -> AdamSettings:
     Raises:
         UserError: a setting is out of bounds.
     """
-    given = msgspec.structs.asdict(body)
+    settings = msgspec.structs.asdict(body)
     bounds = {"beta1": 1.0, "beta2": 1.0}
-    for name, value in given.items():
+    for name, value in settings.items():
         if not math.isfinite(value) or value < 0.0 or value >= bounds.get(name, math.inf):
             raise UserError(f"adam_params.{name} = {value!r}: expected from 0 to below {bounds.get(name, 'infinity')}.")
     return AdamSettings(
@@ -282,7 +283,7 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
     Raises:
         UserError: the prompt is empty or fills the context, or the requested scores are malformed or too many.
     """
-    prompt, given = prompt_tokens(body.prompt), body.sampling_params
+    prompt, params = prompt_tokens(body.prompt), body.sampling_params
     room = max_tokens - len(prompt)
     if not prompt or room < 1 or min(prompt) < 0:
         raise UserError(f"The prompt has {len(prompt)} tokens; from 1 to {max_tokens - 1} are taken, none below 0.")
@@ -292,12 +293,12 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
     spec = SampleSpec(
         array("i", prompt),
         num_samples=body.num_samples,
-        max_tokens=min(room, given.max_tokens or room),
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=max(0, given.top_k),
-        seed=drawn if given.seed is None else given.seed % 2**63,
-        ends_with_model=given.stop is None or body.ends_with_model,
+        max_tokens=min(room, params.max_tokens or room),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        seed=drawn if params.seed is None else params.seed % 2**63,
+        ends_with_model=params.stop is None or body.ends_with_model,
         prompt_logprobs=bool(body.prompt_logprobs),
         top_prompt_logprobs=body.topk_prompt_logprobs,
         top_sample_logprobs=body.topk_sample_logprobs,
@@ -306,7 +307,7 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
         num_alternatives=body.prompt_alt_tokens_k,
     )
     check_scores(spec)
-    stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     texts = [stop for stop in stops if isinstance(stop, str)]
     if len(stops) > limits.STOPS_MAX or not all(1 <= len(text) <= limits.STOP_CHARS_MAX for text in texts):
         raise UserError(
@@ -318,11 +319,11 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
     return replace(spec, stop_tokens=ends, stop_strings=tuple(texts))
 
 
-def _of(call: Operation, found: T | None) -> T:
+def _of(call: Operation, part: T | None) -> T:
     """Return what the answer to a call has of its kind."""
-    if found is None:
+    if part is None:
         raise InvariantError(f"{call.model}: operation {call.operation} was another one before")
-    return found
+    return part
 
 
 def _checkpoint_kind(request_kind: str) -> str:

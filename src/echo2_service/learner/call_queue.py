@@ -54,8 +54,8 @@ class _Queue:
 class CallQueue:
     """Queues calls, and runs them slice by slice, fairly among their owners. For one thread."""
 
-    def __init__(self, models: Models, tell: Callable[[Answer], None]) -> None:
-        self._models, self._tell = models, tell
+    def __init__(self, models: Models, send: Callable[[Answer], None]) -> None:
+        self._models, self._send = models, send
         self._fair_queue = FairQueue()
         self._queues: dict[str, _Queue] = {}
         self._of_owner: dict[str, deque[str]] = {}
@@ -94,7 +94,7 @@ class CallQueue:
         number, call = waiting.calls[0]
         try:
             if waiting.slices is None:
-                self._tell(Answer(number, has_begun=True))
+                self._send(Answer(number, has_begun=True))
                 waiting.slices = self._models.carry_out(call)
             next(waiting.slices)
             return
@@ -104,7 +104,7 @@ class CallQueue:
             answer = failed(number, error, f"{type(call).__name__} of {call.model}")
         waiting.slices = None
         waiting.calls.popleft()
-        self._tell(msgspec.structs.replace(answer, number=number))
+        self._send(msgspec.structs.replace(answer, number=number))
 
 
 def _receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:
@@ -118,13 +118,13 @@ def _receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:
 
 def main(settings_text: str) -> None:
     """Answer calls until stdin ends."""
-    inbox, tell = begin("learner")
+    inbox, send = begin("learner")
     settings = msgspec.json.decode(settings_text, type=ProcessSettings)
     with claimed(Path(settings.root), "learner"):  # the previous process may still be ending
         bases = {name: Tenants(load_base(directory, settings.device)) for name, directory in settings.bases.items()}
         for tenants in bases.values():
             tenants.warm_up()
-        calls, requests = CallQueue(Models(bases, Path(settings.root)), tell), queue.Queue[Request]()
+        calls, requests = CallQueue(Models(bases, Path(settings.root)), send), queue.Queue[Request]()
         threading.Thread(target=_receive, args=(inbox, requests.put), daemon=True).start()
         log.info("ready: %s", ", ".join(bases))
         while True:

@@ -61,10 +61,10 @@ class Journal:
         """
         if after < self._covered:
             raise InvariantError(f"{self._path}: the checkpoint after operation {self._covered} is gone or damaged")
-        found = [record for record in self._to_redo if record.operation > after]
+        records = [record for record in self._to_redo if record.operation > after]
         self._to_redo, self._covered = [], after
         self.last_operation = max(self.last_operation, after)
-        return found
+        return records
 
     def append(self, record: JournalRecord) -> None:
         """Record that an operation has been carried out.

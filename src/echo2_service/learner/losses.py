@@ -122,12 +122,12 @@ def client_loss(name: str, params: Params) -> Callable[[Tensor, LossTokens], tup
     """
     kind = CLIENT_LOSSES.get(name)
     if kind is None:
-        known = ", ".join(CLIENT_LOSSES)
-        raise UserError(f"There is no loss {name!r}; there are {known}.{did_you_mean(name, CLIENT_LOSSES)}")
+        names = ", ".join(CLIENT_LOSSES)
+        raise UserError(f"There is no loss {name!r}; there are {names}.{did_you_mean(name, CLIENT_LOSSES)}")
     unknown = sorted(params.keys() - kind.defaults.keys())
     if unknown:
-        known = ", ".join(kind.defaults) or "none"
-        raise UserError(f"The loss {name} has no parameter {unknown[0]!r}; it has {known}.")
+        names = ", ".join(kind.defaults) or "none"
+        raise UserError(f"The loss {name} has no parameter {unknown[0]!r}; it has {names}.")
     values = {**kind.defaults, **params}
 
     def loss(logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, float]:

@@ -78,15 +78,15 @@ class LearnerData:
 
     def by_client(self, logprobs: Sequence[array[float]]) -> list[array[float]]:
         """Convert logprobs of the rows, 'd' [N], to logprobs of the client's data, 'f' [N * K]."""
-        found, start = [], 0
+        by_datum, start = [], 0
         for width in self.widths:
             rows = logprobs[start : start + width]
             whole = array("f", bytes(4 * width * len(rows[0])))
             for place, row in enumerate(rows):
                 whole[place::width] = array("f", row)
-            found.append(whole)
+            by_datum.append(whole)
             start += width
-        return found
+        return by_datum
 
 
 def learner_data(data: Sequence[ClientDatum], loss: str) -> LearnerData:
@@ -141,9 +141,9 @@ def _checked_width(place: int, datum: ClientDatum) -> int:
 
 def _check_clips(place: int, datum: ClientDatum, loss: str) -> None:
     """Refuse clip bounds that the loss does not have. An unknown loss is refused later, by its name."""
-    known = CLIENT_LOSSES[loss].defaults if loss in CLIENT_LOSSES else (LOW, HIGH)
+    params = CLIENT_LOSSES[loss].defaults if loss in CLIENT_LOSSES else (LOW, HIGH)
     for name, values in ((LOW, datum.clip_low), (HIGH, datum.clip_high)):
-        if values is not None and name not in known:
+        if values is not None and name not in params:
             raise UserError(f"datum {place} has {name}, which the loss {loss} does not take.")
 
 
@@ -195,9 +195,9 @@ class Models:
         """Return the owner to whom the call is charged; an unknown model is its own owner."""
         if isinstance(call, CreateModelCall):
             return call.spec.owner
-        known = self._in_memory.get(call.model)
-        if known is not None:
-            return known.spec.owner
+        model = self._in_memory.get(call.model)
+        if model is not None:
+            return model.spec.owner
         try:
             return self._spec(call.model).owner
         except (UserError, OSError):  # its call says what is wrong

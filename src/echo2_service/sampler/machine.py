@@ -145,7 +145,7 @@ class SamplerMachine:
         self._weights = FetchedWeights(receive, directory / "contents", self._fail, own_base)
         self._slots = options.slots or SLOTS
         self._bases = Shared(self._load)
-        self._calls = SampleCalls(self._bases.get, self._tell)
+        self._calls = SampleCalls(self._bases.get, self._queue_answer)
         self._answers: deque[bytes] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -265,7 +265,7 @@ class SamplerMachine:
         except (PeerError, UserError) as error:
             raise LinkError(f"weights are not available: {error}") from error
 
-    def _tell(self, answer: Answer) -> None:
+    def _queue_answer(self, answer: Answer) -> None:
         if answer.has_begun:
             return
         data = encode(answer)

@@ -220,9 +220,9 @@ class _Slots:
 class SampleCalls:
     """Passes each call to the sampler of its base model, and the answer to `tell`. For one event loop."""
 
-    def __init__(self, sampler_of: Callable[[str], Awaitable[BaseSampler]], tell: Callable[[Answer], None]) -> None:
+    def __init__(self, sampler_of: Callable[[str], Awaitable[BaseSampler]], send: Callable[[Answer], None]) -> None:
         """`sampler_of` raises UserError if there is no such base model."""
-        self._sampler_of, self._tell = sampler_of, tell
+        self._sampler_of, self._send = sampler_of, send
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -252,16 +252,16 @@ class SampleCalls:
     def _failed(self, number: int, error: Exception) -> None:
         """Answer a call whose answer cannot be told: it may be too large."""
         log.error("the answer of a sample", exc_info=error)
-        self._tell(Answer(number, fault=f"The samples cannot be sent: {error}", is_ours=True))
+        self._send(Answer(number, fault=f"The samples cannot be sent: {error}", is_ours=True))
 
     async def _answer(self, number: int, call: SampleCall) -> None:
-        self._tell(Answer(number, has_begun=True))
+        self._send(Answer(number, has_begun=True))
         try:
             sampler = await self._sampler_of(call.base)
             answer = Answer(number, sampled=await sampler.sample(call.snapshot, call.spec))
         except Exception as error:  # this caller gets the error
             answer = failed(number, error, "a sample")
-        self._tell(answer)
+        self._send(answer)
 
 
 def published(directory: str, base: SnapshotRef) -> Snapshot:
@@ -288,7 +288,7 @@ def base_sampler(directory: str, device: str, slots: int = SLOTS) -> BaseSampler
     return BaseSampler(base, device, read, slots)
 
 
-async def serve(settings: ProcessSettings, inbox: BinaryIO, tell: Callable[[Answer], None]) -> None:
+async def serve(settings: ProcessSettings, inbox: BinaryIO, send: Callable[[Answer], None]) -> None:
     """Answer calls until the requests end."""
     samplers = {name: base_sampler(directory, settings.device) for name, directory in settings.bases.items()}
 
@@ -297,7 +297,7 @@ async def serve(settings: ProcessSettings, inbox: BinaryIO, tell: Callable[[Answ
             raise UserError(f"There is no base model {base!r}; there are {', '.join(samplers)}.")
         return samplers[base]
 
-    calls, loop = SampleCalls(sampler_of, tell), asyncio.get_running_loop()
+    calls, loop = SampleCalls(sampler_of, send), asyncio.get_running_loop()
     log.info("ready: %s", ", ".join(samplers))
 
     def take(request: Request) -> None:

@@ -33,8 +33,8 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Return the number of positions that one sequence may have; None if config.json names none."""
     values = text_part(config)
-    found = [*map(values.get, NAMES), *_ends_of_short_ropes(values)]
-    lengths = [length for length in found if isinstance(length, int) and not isinstance(length, bool)]
+    values_there = [*map(values.get, NAMES), *_ends_of_short_ropes(values)]
+    lengths = [length for length in values_there if isinstance(length, int) and not isinstance(length, bool)]
     return min(lengths, default=None)
 
 
@@ -45,8 +45,8 @@ def has_two_ropes(config: Mapping[str, Any]) -> bool:
 
 def num_experts(values: Mapping[str, Any]) -> int:
     """Return the number of experts in a mixture's layers; 0: the model is dense."""
-    found = (values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return next((int(count) for count in found if count), 0)
+    counts = (values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((int(count) for count in counts if count), 0)
 
 
 def num_chosen(values: Mapping[str, Any]) -> int:

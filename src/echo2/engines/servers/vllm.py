@@ -147,7 +147,7 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """The last lines of its output, or the first error of this process."""
-        lines = [line for line in self.child.said(LOG_BYTES_READ).splitlines() if b" WARNING " not in line]
+        lines = [line for line in self.child.log_tail(LOG_BYTES_READ).splitlines() if b" WARNING " not in line]
         first = next((place for place, line in enumerate(lines) if ERROR_LINE.search(line)), None)
         told = lines[-LAST_LINES:] if first is None else lines[first : first + 1]
         text = b" | ".join(line.strip() for line in told if line.strip()).decode(errors="replace")

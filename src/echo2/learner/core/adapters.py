@@ -153,19 +153,19 @@ class BaseModel:
         adapted = {id(getattr(part, one.parameter)) for part in experts for one in stacked_maps(part)}
         ends = tuple(f".{target}.base_layer.weight" for target in targets)
         outside = {id(part.weight) for part in (module.get_input_embeddings(), module.get_output_embeddings()) if part}
-        sizes, left = dict[str, int](), dict[str, int]()
+        sizes, unadapted = dict[str, int](), dict[str, int]()
         for name, parameter in module.named_parameters():
             if parameter.dim() > 1 and ".lora_" not in name and id(parameter) not in outside:
                 sizes[name] = parameter.numel()
                 if not name.endswith(ends) and id(parameter) not in adapted:
-                    left[name] = parameter.numel()
+                    unadapted[name] = parameter.numel()
         for name, layer in layers_in_4_bits(module).items():
             sizes[f"{name}.weight"] = 2 * layer.packed.numel()
             if not f"{name}.weight".endswith(ends):
-                left[f"{name}.weight"] = 2 * layer.packed.numel()
-        share = sum(left.values()) / sum(sizes.values())
+                unadapted[f"{name}.weight"] = 2 * layer.packed.numel()
+        share = sum(unadapted.values()) / sum(sizes.values())
         if share > LEFT_SHARE:
-            kinds = sorted({name.rpartition(".layers.")[2].partition(".")[2] for name in left})
+            kinds = sorted({name.rpartition(".layers.")[2].partition(".")[2] for name in unadapted})
             log.warning(
                 "lora.targets: %.0f %% of the weights in layers have no adapter and stay as they are: %s%s. %s"
                 "lora.rank = 0 trains all weights",
@@ -340,18 +340,18 @@ def _round_to_bfloat16(policy: Policy) -> None:
 
 def _decoded(policy: Policy) -> dict[str, StoredTensor]:
     """Return the tensors that a model in 4 bits computes with, by stored name; read, they are decoded."""
-    layers, found = layers_in_4_bits(policy.module), dict[str, StoredTensor]()
+    layers, tensors = layers_in_4_bits(policy.module), dict[str, StoredTensor]()
     for key, place in policy.places().items():
         if (layer := layers.get(place.name.removesuffix(".weight"))) is not None and place.name.endswith(".weight"):
             num_bytes = math.prod(place.shape) * torch.bfloat16.itemsize
-            found[key] = StoredTensor("BF16", place.shape, num_bytes, partial(_read_decoded, layer, place))
+            tensors[key] = StoredTensor("BF16", place.shape, num_bytes, partial(_read_decoded, layer, place))
     experts = sum(parameter.numel() for parameter in policy.module.parameters() if parameter.dim() > 2)
     if layers and experts > LEFT_SHARE * num_weights(policy.module):
         log.warning(
             "learner.quantised: experts stay in 16 bits, %.0f %% of this model's weights",
             100 * experts / num_weights(policy.module),
         )
-    return found
+    return tensors
 
 
 def _read_decoded(layer: Nf4Linear, place: TensorPart, start: int, stop: int) -> bytes | memoryview:

@@ -175,20 +175,20 @@ def collate(data: Sequence[Datum], layout: Layout, pair_cost: float, tokens_max:
 
 def by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[array[float]]:
     """Return the logprobs by datum, in the data's order, each at its token's index."""
-    found = [array("d", bytes(8 * len(datum.tokens))) for datum in part]
+    logprobs = [array("d", bytes(8 * len(datum.tokens))) for datum in part]
     values = iter(logp_n.double().tolist())
     for place in batch.data_S:
         for at, counts in enumerate(part[place].loss_mask):
             if counts:
-                found[place][at] = next(values)
-    return found
+                logprobs[place][at] = next(values)
+    return logprobs
 
 
 def rows_by_datum(table_nk: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[bytes]:
     """Return the bytes of the table's rows by datum, in the data's order."""
     counts = [part[place].loss_mask.count(1) for place in batch.data_S]
-    found = dict(zip(batch.data_S, table_nk.cpu().split(counts), strict=True))
-    return [found[place].numpy().tobytes() for place in range(len(part))]
+    rows = dict(zip(batch.data_S, table_nk.cpu().split(counts), strict=True))
+    return [rows[place].numpy().tobytes() for place in range(len(part))]
 
 
 def _view(tokens: array[int]) -> npt.NDArray[np.int32]:
@@ -212,7 +212,7 @@ def _prefix_tree(family: _Family) -> _Strip:
     order = sorted(range(len(data)), key=lambda index: data[index].tokens)
     roots = np.arange(len(prompt))
     tokens, positions = [prompt], [roots]
-    left: list[tuple[Ints, int]] = []  # tokens, and where their descendants end
+    finished: list[tuple[Ints, int]] = []  # tokens, and where their descendants end
     predict: list[Ints] = []
     routes = [_routes(data[order[0]], 0, len(prompt))]
     previous, path, size = prompt[:0], roots[-1:], len(prompt)  # path: last prompt token, then one entry per input
@@ -221,7 +221,7 @@ def _prefix_tree(family: _Family) -> _Strip:
         common = _common_prefix(previous, own)
         grown = len(own) - common
         if grown:
-            left.append((path[common + 1 :], size))
+            finished.append((path[common + 1 :], size))
             path = np.concatenate([path[: common + 1], np.arange(size, size + grown)])
             tokens.append(own[common:])
             positions.append(np.arange(len(prompt) + common, len(prompt) + len(own)))
@@ -230,7 +230,7 @@ def _prefix_tree(family: _Family) -> _Strip:
         predict.append(path[losses[index]])
         previous = own
     ends = np.full(size, size)
-    for indices, end in left:
+    for indices, end in finished:
         ends[indices] = end
     return _Strip(
         tuple(tokens),
@@ -251,10 +251,10 @@ def _routes(datum: Datum, start: int, stop: int) -> Routes | int:
 
 def _joined(parts: Sequence[Routes | int]) -> Routes | None:
     """Return the experts of all parts, `LIVE` in those without routes; None if no part has any."""
-    known = next((part for part in parts if not isinstance(part, int)), None)
-    if known is None:
+    example = next((part for part in parts if not isinstance(part, int)), None)
+    if example is None:
         return None
-    nothing = (np.full((part, *known.shape[1:]), LIVE, np.int16) if isinstance(part, int) else part for part in parts)
+    nothing = (np.full((part, *example.shape[1:]), LIVE, np.int16) if isinstance(part, int) else part for part in parts)
     return np.concatenate(list(nothing))
 
 

@@ -291,16 +291,16 @@ def fetch(objects: Objects, root: Path, version: int) -> int | None:
         LinkError: the store cannot be reached.
         UserError: the disk is full.
     """
-    found: list[tuple[int, int, str, dict[str, Any]]] = []
+    checkpoints: list[tuple[int, int, str, dict[str, Any]]] = []
     for key in objects.keys(_FOLDER):
         if key.endswith(f"/{STATE_FILE}") and (data := objects.get(key)) is not None:
             try:
                 state = parse_json(data)
                 client = state["client"]
-                found.append((client["version"], client["lineage"], key.rpartition("/")[0], state))
+                checkpoints.append((client["version"], client["lineage"], key.rpartition("/")[0], state))
             except (ValueError, KeyError, TypeError):
                 log.warning("%s in the store is not a checkpoint's", key)
-    for number, _, folder, state in sorted(found, key=lambda one: one[:2], reverse=True):
+    for number, _, folder, state in sorted(checkpoints, key=lambda one: one[:2], reverse=True):
         if number > version:
             continue
         directory = step_directory(root, number)

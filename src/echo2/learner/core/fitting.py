@@ -134,7 +134,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
 def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
     """Return the learner's micro-batch on this machine. Where a GPU has no room for all, moments, and next gradients,
     are in the machine's memory if that has. Where the only GPU has none beside the workers, they take turns on it."""
-    given, longest = config.learner.tokens_per_microbatch, row_tokens(config, shape)
+    set_tokens, longest = config.learner.tokens_per_microbatch, row_tokens(config, shape)
     setup, count = learner_setup(config, shape, bool(machine.gpus)), config.workers.count
     can_offload = machine.gpus and setup.ranks == 1 and not setup.lora_rank and setup.quantised == "none"
     can_share = len(machine.gpus) == 1 and setup.ranks == 1 and count > 0 and config.workers.engine not in FORMS
@@ -143,9 +143,9 @@ def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
         room = USABLE * learner_bytes(config, shape, machine, in_turns)
         for offloaded in OFFLOADS if can_offload else OFFLOADS[:1]:
             one = replace(setup, offloaded=offloaded)
-            found = settle_microbatch(one, room, longest, None if given == "auto" else given)
-            tried.append(replace(found, in_turns=in_turns))
-            is_there = one.needed(max(longest, found.tokens), found.checkpointing) <= room
+            microbatch = settle_microbatch(one, room, longest, None if set_tokens == "auto" else set_tokens)
+            tried.append(replace(microbatch, in_turns=in_turns))
+            is_there = one.needed(max(longest, microbatch.tokens), microbatch.checkpointing) <= room
             host = one.host_bytes if offloaded or in_turns else 0
             if in_turns:
                 workers = count * worker_need(config, shape, machine).total
@@ -163,9 +163,9 @@ def fitted(policy: Policy, config: Config, mesh: Mesh) -> Microbatch:
     sized = replace(config, learner=replace(config.learner, ranks=mesh.size))  # torchrun may have set it
     settled = _settled(policy, sized)
     answers = mesh.gather(f"{settled.tokens} {int(settled.checkpointing)}".encode())
-    found = [tuple(map(int, answer.split())) for answer in answers]
-    tokens = min(each for each, _ in found)
-    checkpointing = any(each for _, each in found) and policy.checkpoint_activations()
+    settings = [tuple(map(int, answer.split())) for answer in answers]
+    tokens = min(each for each, _ in settings)
+    checkpointing = any(each for _, each in settings) and policy.checkpoint_activations()
     how = "activations are computed again" if checkpointing else "activations are kept"
     log.info("micro-batches of %d tokens at most; %s", tokens, how)
     if settled.offloaded:
@@ -176,12 +176,12 @@ def fitted(policy: Policy, config: Config, mesh: Mesh) -> Microbatch:
 
 
 def _settled(policy: Policy, config: Config) -> Microbatch:
-    machine, given = this_machine(), config.learner.tokens_per_microbatch
+    machine, set_tokens = this_machine(), config.learner.tokens_per_microbatch
     if policy.device.type != "cuda":
         machine = replace(machine, gpus=())
     shape = read_shape(values_of(policy.module.config))
     if shape is None:
-        tokens = CPU_MICROBATCH_TOKENS_MAX if given == "auto" else given
+        tokens = CPU_MICROBATCH_TOKENS_MAX if set_tokens == "auto" else set_tokens
         kind = policy.module.config.model_type
         log.warning("no memory forecast for %s: micro-batches have at most %d tokens", kind, tokens)
         return Microbatch(tokens, checkpointing=False)
@@ -263,8 +263,8 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 def known_config(path: str) -> dict[str, Any] | None:
     """Return config.json as `model_config` does, or the sizes of a model of the examples that is not here yet."""
-    found = model_config(path)
-    return known_models().get(path) if found is None and not Path(path).exists() else found
+    config = model_config(path)
+    return known_models().get(path) if config is None and not Path(path).exists() else config
 
 
 def model_shape(path: str) -> ModelShape | None:

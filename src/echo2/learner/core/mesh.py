@@ -69,10 +69,10 @@ class Place:
 
 def place() -> Place | None:
     """Return this process's place as its environment names it; None if the process was started alone."""
-    found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    if not all(text.isdecimal() for text in found):
+    values = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    if not all(text.isdecimal() for text in values):
         return None
-    rank, size, local_rank = map(int, found)
+    rank, size, local_rank = map(int, values)
     return Place(rank, size, local_rank, os.environ.get(RENDEZVOUS_VARIABLE, "env://"))
 
 
@@ -152,10 +152,10 @@ class RankMesh(Mesh):
     def broadcast(self, data: bytes = b"") -> bytes:
         size = torch.tensor([len(data)])
         self._dist.broadcast(size, 0, group=self._words)
-        found = _as_tensor(data) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        if found.numel():
-            self._dist.broadcast(found, 0, group=self._words)
-        return found.numpy().tobytes()
+        content = _as_tensor(data) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        if content.numel():
+            self._dist.broadcast(content, 0, group=self._words)
+        return content.numpy().tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -163,9 +163,9 @@ class RankMesh(Mesh):
         longest = max(int(size) for size in sizes)
         if not longest:
             return [b""] * self.size
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._dist.all_gather(found, _as_tensor(data.ljust(longest, b"\0")), group=self._words)
-        return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes, strict=True)]
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._dist.all_gather(parts, _as_tensor(data.ljust(longest, b"\0")), group=self._words)
+        return [part.numpy().tobytes()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
 
     def shard(self, module: nn.Module, fill: Fill | None = None) -> ModuleRun:
         from torch.distributed.fsdp import fully_shard
@@ -207,11 +207,11 @@ class RankMesh(Mesh):
     def own(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, self._cut):
             return tensor
-        mine: Tensor = tensor.to_local()
+        part: Tensor = tensor.to_local()
         region = self.region(tensor)
-        if tuple(mine.shape) != tuple(stop - start for start, stop in region):
-            raise InvariantError(f"rank {self.rank} holds a part of shape {tuple(mine.shape)}, not the region {region}")
-        return mine
+        if tuple(part.shape) != tuple(stop - start for start, stop in region):
+            raise InvariantError(f"rank {self.rank} holds a part of shape {tuple(part.shape)}, not the region {region}")
+        return part
 
     def is_cut(self, tensor: Tensor) -> bool:
         return isinstance(tensor, self._cut)
@@ -219,8 +219,8 @@ class RankMesh(Mesh):
     def whole(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, self._cut):
             return tensor
-        found: Tensor = tensor.full_tensor()
-        return found
+        full: Tensor = tensor.full_tensor()
+        return full
 
     def sum(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -259,12 +259,12 @@ class RankMesh(Mesh):
 def _layers(module: nn.Module) -> list[nn.Module]:
     """Return the parts that compute as one; of those within each other (Mamba's) the outer ones."""
     names = set(getattr(module, "_no_split_modules", None) or ())
-    found, inside = list[nn.Module](), set[nn.Module]()
+    layers, inside = list[nn.Module](), set[nn.Module]()
     for part in module.modules():
         if type(part).__name__ in names and part not in inside:
-            found.append(part)
+            layers.append(part)
             inside.update(part.modules())
-    return found
+    return layers
 
 
 def _run(compute: Callable[[], R]) -> R:

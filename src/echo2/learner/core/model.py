@@ -253,18 +253,21 @@ class Policy:
         Tested by a pass over two tokens in which known numbers replace the layer's products.
         """
         linear: Any = self.module.get_output_embeddings()
-        seen: dict[str, Any] = {}
+        states: dict[str, Any] = {}
 
-        def known(_: nn.Module, inputs: tuple[Tensor, ...], product: Tensor) -> Any:
-            seen.update(
+        def replace_product(_: nn.Module, inputs: tuple[Tensor, ...], product: Tensor) -> Any:
+            states.update(
                 read=inputs[0], product=torch.linspace(-50, 50, product.shape[-1]).to(product).expand_as(product)
             )
-            return seen["product"]
+            return states["product"]
 
-        def made(_: nn.Module, __: Any, output: Any) -> None:
-            seen.update(made=getattr(output, "last_hidden_state", None))
+        def note_hidden(_: nn.Module, __: Any, output: Any) -> None:
+            states.update(made=getattr(output, "last_hidden_state", None))
 
-        hooks = [linear.register_forward_hook(known), self.module.base_model.register_forward_hook(made)]
+        hooks = [
+            linear.register_forward_hook(replace_product),
+            self.module.base_model.register_forward_hook(note_hidden),
+        ]
         try:
             with torch.no_grad():
                 logits = self.module(torch.tensor([[0, 1]], device=self.device), use_cache=False).logits
@@ -274,9 +277,9 @@ class Policy:
         close = 4 * torch.finfo(logits.dtype).eps
         is_all = (
             isinstance(linear, nn.Linear)
-            and seen.get("made") is not None
-            and torch.equal(seen["made"].to(linear.weight.dtype), seen["read"].to(linear.weight.dtype))
-            and torch.allclose(self.output_layer().finish(seen["product"]).to(logits), logits, rtol=close, atol=close)
+            and states.get("made") is not None
+            and torch.equal(states["made"].to(linear.weight.dtype), states["read"].to(linear.weight.dtype))
+            and torch.allclose(self.output_layer().finish(states["product"]).to(logits), logits, rtol=close, atol=close)
         )
         if not is_all:
             log.warning(
@@ -310,10 +313,10 @@ class Policy:
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
         """Return all tensors of the model by stored name, as bytes that are read on demand. Floating-point weights are
         cast to `dtype` when read; the others are as they are stored."""
-        held, found = self.held(), dict[str, StoredTensor]()
+        held, tensors = self.held(), dict[str, StoredTensor]()
         for name, place in self.places().items():
-            found[name] = stored(place.of(held[place.name]), self.stored_dtype(name, dtype))
-        return found | dict(self.others)
+            tensors[name] = stored(place.of(held[place.name]), self.stored_dtype(name, dtype))
+        return tensors | dict(self.others)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an optimizer changes, by name."""

@@ -44,8 +44,8 @@ def learning_rate(learner: LearnerConfig, step: int, num_steps: int) -> float:
     if learner.lr_schedule == "constant":
         return learner.lr
     done = (step - learner.warmup_steps) / max(1, num_steps - learner.warmup_steps)
-    left = 1.0 - min(1.0, done)
-    return learner.lr * (left if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+    remaining = 1.0 - min(1.0, done)
+    return learner.lr * (remaining if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * remaining))
 
 
 def refuse_vanishing_updates(parameters: Mapping[str, Tensor], lr: float) -> None:
@@ -154,20 +154,20 @@ def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str,
     return {kind: torch.as_tensor(state[kind], dtype=_dtype(kind)) for kind in _kinds(optimizer) if kind in state}
 
 
-def set_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, found: Mapping[str, Tensor]) -> None:
+def set_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
     """Set what `moments_of` has returned.
 
     Raises:
         UserError: they are of another kind of optimizer.
     """
     kinds = _kinds(optimizer)
-    if kinds[0] not in found:
+    if kinds[0] not in moments:
         raise UserError(
             f"The checkpoint's moments have {32 if kinds == IN_8_BITS else 8} bits. Set learner.quantised back to "
             f"{'none' if kinds == IN_8_BITS else 'moments'!r}, or start another --out."
         )
     place = HOST if isinstance(optimizer, HostAdamW) else parameter.device
-    state: dict[str, Any] = {kind: tensor.to(place) for kind, tensor in found.items()}
+    state: dict[str, Any] = {kind: tensor.to(place) for kind, tensor in moments.items()}
     if kinds == IN_8_BITS:
         state["step"] = int(state["step"])
         if "absmax1" in state:  # small tensors have plain moments

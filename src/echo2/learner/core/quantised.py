@@ -29,8 +29,8 @@ def codes() -> Tensor:
     """Return the 16 values [16] of nf4, ascending, from -1 to 1."""
     from bitsandbytes.functional import get_4bit_type
 
-    found: Tensor = get_4bit_type("nf4", device="cpu")
-    return found
+    values: Tensor = get_4bit_type("nf4", device="cpu")
+    return values
 
 
 class Nf4Linear(nn.Linear):

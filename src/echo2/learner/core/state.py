@@ -67,14 +67,14 @@ class RankSaving:
             answer = {"index": self.part.result()}
         except UserError as error:
             answer = {"no_room" if isinstance(error, NoRoomError) else "failed": str(error)}
-        found = [json.loads(text) for text in self.mesh.gather(json.dumps(answer).encode())]
+        answers = [json.loads(text) for text in self.mesh.gather(json.dumps(answer).encode())]
         if self.mesh.rank:
             return
         for kind, name in ((NoRoomError, "no_room"), (UserError, "failed")):
-            for each in found:
+            for each in answers:
                 if name in each:
                     raise kind(each[name])
-        index = {name: entry for each in found for name, entry in each["index"].items()}
+        index = {name: entry for each in answers for name, entry in each["index"].items()}
         checkpoint.commit_checkpoint(self.directory, self.client, index)
 
 
@@ -101,14 +101,14 @@ def begin_saving(
         is_cut = any(mesh.is_cut(tensor) for tensor, _ in tensors.values())
         if not is_cut and mesh.rank:
             continue
-        mine = dict(others.get(file, {})) if mesh.rank == 0 else {}
+        own_tensors = dict(others.get(file, {})) if mesh.rank == 0 else {}
         for key, (tensor, place) in tensors.items():
-            found = None if mesh.rank and not mesh.is_cut(tensor) else place.within(mesh.region(tensor))
-            if found is not None:
-                mine[key] = stored(place.of(mesh.own(tensor), found[0]))
+            overlap = None if mesh.rank and not mesh.is_cut(tensor) else place.within(mesh.region(tensor))
+            if overlap is not None:
+                own_tensors[key] = stored(place.of(mesh.own(tensor), overlap[0]))
                 if mesh.is_cut(tensor):
-                    starts[key] = [start for start, _ in found[1]]
-        parts[file_name(file, mesh.rank, mesh.size if is_cut else 1)] = mine
+                    starts[key] = [start for start, _ in overlap[1]]
+        parts[file_name(file, mesh.rank, mesh.size if is_cut else 1)] = own_tensors
     if mesh.size == 1:
         whole = writer.submit(checkpoint.write_checkpoint, directory, client, files, parts)
         return whole, whole
@@ -141,9 +141,9 @@ def load_weights(
     with torch.no_grad():
         for key, place in places.items():
             tensor = state[place.name]
-            found = place.within(mesh.region(tensor))
-            if found is not None:
-                place.of(mesh.own(tensor), found[0]).copy_(tensors.read(key, found[1]))
+            overlap = place.within(mesh.region(tensor))
+            if overlap is not None:
+                place.of(mesh.own(tensor), overlap[0]).copy_(tensors.read(key, overlap[1]))
 
 
 def load_moments(
@@ -155,14 +155,14 @@ def load_moments(
         UserError: they are of another kind of optimizer.
     """
     for key, parameter in parameters.items():
-        found = dict[str, Tensor]()
+        moments = dict[str, Tensor]()
         for kind in KINDS:
             if (shape := tensors.shapes.get(f"{kind}.{key}")) is not None:
                 is_cut = mesh.is_cut(parameter) and shape == tuple(parameter.shape)
                 values = tensors.read(f"{kind}.{key}", mesh.region(parameter) if is_cut else None)
-                found[kind] = mesh.cut_like(parameter, values.to(mesh.own(parameter).device)) if is_cut else values
-        if found:
-            set_moments(optimizer, parameter, found)
+                moments[kind] = mesh.cut_like(parameter, values.to(mesh.own(parameter).device)) if is_cut else values
+        if moments:
+            set_moments(optimizer, parameter, moments)
 
 
 def file_name(name: str, rank: int, size: int) -> str:
@@ -199,20 +199,20 @@ class ShardedTensors:
         if not shape:
             scalar: Tensor = pieces[0].values[...]
             return scalar
-        wanted = [(0, length) for length in shape] if region is None else list(region)
-        found = torch.empty([high - low for low, high in wanted], dtype=_DTYPES[pieces[0].values.get_dtype()])
+        bounds = [(0, length) for length in shape] if region is None else list(region)
+        values_read = torch.empty([high - low for low, high in bounds], dtype=_DTYPES[pieces[0].values.get_dtype()])
         for piece in pieces:
             overlap = [
                 (max(low, start), min(high, stop))
-                for (low, high), start, stop in zip(wanted, piece.start, piece.stop, strict=True)
+                for (low, high), start, stop in zip(bounds, piece.start, piece.stop, strict=True)
             ]
             if any(low >= high for low, high in overlap):
                 continue
             values = piece.values[_slices(overlap, piece.start)]
-            if overlap == wanted:
+            if overlap == bounds:
                 return values.contiguous()  # type: ignore[no-any-return]
-            found[_slices(overlap, [low for low, _ in wanted])] = values
-        return found
+            values_read[_slices(overlap, [low for low, _ in bounds])] = values
+        return values_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +274,13 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
     """
     if not dtype or not tensor.is_floating_point():
         return tensor
-    found = tensor.to(DTYPES[dtype])
-    if found.isinf().any():
-        worst, most = tensor[found.isinf()][0].item(), torch.finfo(found.dtype).max
+    converted = tensor.to(DTYPES[dtype])
+    if converted.isinf().any():
+        worst, most = tensor[converted.isinf()][0].item(), torch.finfo(converted.dtype).max
         raise UserError(
             f"{name} holds {worst:g}, and {dtype} ends at {most:g}. Choose --dtype bfloat16, or leave --dtype out."
         )
-    return found
+    return converted
 
 
 def _stored(tensors: ShardedTensors, name: str, dtype: str) -> StoredTensor:

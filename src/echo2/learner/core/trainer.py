@@ -179,8 +179,7 @@ class Trainer:
         """Return what refers to the policies' tensors: weights, gradients, moments. No background reader uses them."""
         for name in self._policies:
             self.finish_reading(name)
-        found = self._policies.values()
-        return [(one.policy.module, one.optimizer and one.optimizer.state) for one in found]
+        return [(one.policy.module, one.optimizer and one.optimizer.state) for one in self._policies.values()]
 
     def num_tokens_run(self, name: str, data: Sequence[Datum]) -> int:
         """Return the number of tokens in forward passes over the data; it limits micro-batches."""
@@ -244,8 +243,8 @@ class Trainer:
 
         with torch.set_grad_enabled(adds_gradients):
             done = self._passes(trained, data, run)
-        found = [each for logprobs, _ in done for each in logprobs]
-        return ForwardBackward(self._of_all_ranks(found, data), [output for _, output in done])
+        all_logprobs = [each for logprobs, _ in done for each in logprobs]
+        return ForwardBackward(self._of_all_ranks(all_logprobs, data), [output for _, output in done])
 
     def optim_step(self, name: str, adam: AdamParams, divisor: float = 1.0) -> OptimStep:
         """Divide the gradients added so far, clip them, make one AdamW step, and forget them.
@@ -257,8 +256,10 @@ class Trainer:
         trained = self._policy(name)
         self.finish_reading(name)
         optimizer = trained.optimizer
-        found = [gradient_of(optimizer, each) for each in trained.parameters.values()] if optimizer is not None else []
-        grads = [grad for grad in found if grad is not None]
+        gradients = (
+            [gradient_of(optimizer, each) for each in trained.parameters.values()] if optimizer is not None else []
+        )
+        grads = [grad for grad in gradients if grad is not None]
         if not grads or optimizer is None:
             return OptimStep(0.0, False)
         self._mesh.sum(trained.parameters.values())
@@ -301,14 +302,14 @@ class Trainer:
         entries = tensor_index(policy.weights(dtype))
         places = itertools.accumulate((entry.num_bytes for entry in entries), initial=0)
         starts = {entry.name: start for entry, start in zip(entries, places, strict=False)}
-        wanted: dict[str, list[tuple[int, int]]] = {entry.name: [] for entry in entries}
+        ranges: dict[str, list[tuple[int, int]]] = {entry.name: [] for entry in entries}
         first, step = share_of(self._mesh.rank, self._mesh.size)
         for parts in itertools.islice(pieces(entries, cut_stream(entries)), first, None, step):
             for key, start, stop in parts:
-                wanted[key].append((start, stop))
+                ranges[key].append((start, stop))
         file = UnlinkedFile(self._mesh.scratch)
         for key, whole in self._one_by_one(policy, dtype):
-            for start, stop in wanted[key]:
+            for start, stop in ranges[key]:
                 file.write(starts[key] + start, whole.read(start, stop))
         return {
             entry.name: StoredTensor(entry.dtype, entry.shape, entry.num_bytes, partial(file.read, starts[entry.name]))
@@ -344,7 +345,7 @@ class Trainer:
         """
         trained = self._policy(name)
         held, places = trained.policy.held(), trained.policy.places()
-        found = {
+        moments = {
             f"{kind}.{key}": tensor
             for key, parameter in trained.parameters.items()
             if trained.optimizer is not None
@@ -352,7 +353,7 @@ class Trainer:
         }
         contents = {
             trained.policy.weights_file: {key: (held[place.name], place) for key, place in places.items()},
-            OPTIMIZER_FILE: {key: (tensor, whole_place(key, tensor)) for key, tensor in found.items()},
+            OPTIMIZER_FILE: {key: (tensor, whole_place(key, tensor)) for key, tensor in moments.items()},
         }
         files, base = trained.policy.files, trained.policy.base_model
         kept = client if base is None else {**client, BASE_MODEL: base.policy}
@@ -397,10 +398,10 @@ class Trainer:
         load_weights(self._mesh, directory, trained.policy.held(), places, tensors)
 
     def _policy(self, name: str) -> _Trained:
-        found = self._policies.get(name)
-        if found is None:
+        trained = self._policies.get(name)
+        if trained is None:
             raise UserError(f"There is no policy {name!r}; there are {sorted(self._policies)}.")
-        return found
+        return trained
 
     def _passes(self, trained: _Trained, data: Sequence[Datum], run: Callable[[Sequence[Datum]], T]) -> list[T]:
         """Return the result of `run` for each micro-batch of this rank's share, in order. When memory runs out,
@@ -452,8 +453,8 @@ class Trainer:
         """Gather the logprobs of all data from the ranks."""
         if self._mesh.size == 1:
             return logprobs
-        found = self._joined([bytes(each) for each in logprobs], [8 * len(datum.tokens) for datum in data])
-        return [array("d", each) for each in found]
+        gathered = self._joined([bytes(each) for each in logprobs], [8 * len(datum.tokens) for datum in data])
+        return [array("d", each) for each in gathered]
 
     def _joined(self, parts: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
         """Gather the bytes of all data, of these sizes, from the ranks."""

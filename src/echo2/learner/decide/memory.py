@@ -184,18 +184,20 @@ class Microbatch:
     in_turns: bool = False
 
 
-def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, given: int | None = None) -> Microbatch:
-    """Return the micro-batch for a rank that may use `memory_bytes`: `given` tokens, or as many as fit but at least
-    `longest`, because a row is never cut. Activations are checkpointed if too few tokens fit without. The result may
-    still not fit; `needed` tells.
+def settle_microbatch(
+    setup: LearnerSetup, memory_bytes: float, longest: int, set_tokens: int | None = None
+) -> Microbatch:
+    """Return the micro-batch for a rank that may use `memory_bytes`: `set_tokens` tokens, or as many as fit but at
+    least `longest`, because a row is never cut. Activations are checkpointed if too few tokens fit without. The result
+    may still not fit; `needed` tells.
     """
     most = GPU_MICROBATCH_TOKENS_MAX if setup.on_gpu else CPU_MICROBATCH_TOKENS_MAX
     if not setup.on_gpu:
         most = min(most, max(CPU_TOKENS_MIN, CPU_ACTIVATIONS_BYTES // setup.token_bytes(checkpointing=False)))
-    wanted = max(longest, most if given is None else given)
+    most_tokens = max(longest, most if set_tokens is None else set_tokens)
 
     def fitting(checkpointing: bool) -> int:
-        low, high = 0, wanted
+        low, high = 0, most_tokens
         while low < high:
             middle = (low + high + 1) // 2
             if setup.needed(middle, checkpointing) <= memory_bytes:
@@ -205,10 +207,10 @@ def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, gi
         return low
 
     plain, checkpointed = fitting(False), fitting(True)
-    enough = max(longest, min(wanted, CHECKPOINT_BELOW_TOKENS)) if given is None else wanted
+    enough = max(longest, min(most_tokens, CHECKPOINT_BELOW_TOKENS)) if set_tokens is None else most_tokens
     checkpointing = plain < enough and checkpointed >= plain
     fits = max(longest, checkpointed if checkpointing else plain)
-    return Microbatch(fits if given is None else given, checkpointing, setup.offloaded)
+    return Microbatch(fits if set_tokens is None else set_tokens, checkpointing, setup.offloaded)
 
 
 def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length: int) -> dict[str, int]:

@@ -187,13 +187,13 @@ class GrpoLoss:
         is_taught, divergence = bool(self.distill.teachers), self.distill.in_loss
         if is_taught and divergence is None:
             tokens = towards_teacher(logp_n, tokens, self.distill.weight)
-        found = self.policy_loss(logp_n, tokens)
-        loss_n, reference_kl = found.loss_n, None
+        policy_losses = self.policy_loss(logp_n, tokens)
+        loss_n, reference_kl = policy_losses.loss_n, None
         if is_taught and divergence is not None:
             divergence_n = joined_divergence(tokens.top_policy_nk, tokens.top_teacher_nk, divergence.beta)
-            loss_n = loss_n + self.distill.weight * ~found.vetoed_S[tokens.sequence_n] * divergence_n
+            loss_n = loss_n + self.distill.weight * ~policy_losses.vetoed_S[tokens.sequence_n] * divergence_n
         if self.reference_kl > 0.0:
-            kl_n = token_kl(logp_n, tokens, found.vetoed_S)
+            kl_n = token_kl(logp_n, tokens, policy_losses.vetoed_S)
             loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
         loss = (loss_n.detach() * tokens.weight_n).sum()  # for the statistics; the trainer weighs the gradient itself
-        return loss_n, measure(loss, logp_n, tokens, found, reference_kl)
+        return loss_n, measure(loss, logp_n, tokens, policy_losses, reference_kl)

@@ -201,9 +201,9 @@ class StepMeter:
         }
 
 
-def merged(left: Mapping[str, S], right: Mapping[str, S]) -> dict[str, S]:
+def merged(first: Mapping[str, S], second: Mapping[str, S]) -> dict[str, S]:
     """Return both by name, added up."""
-    return {**left, **{name: left[name] + one if name in left else one for name, one in right.items()}}
+    return {**first, **{name: first[name] + one if name in first else one for name, one in second.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +312,13 @@ class StepStats:
 
 @torch.no_grad()
 def measure(
-    loss: Tensor, logp_n: Tensor, tokens: LossTokens, found: TokenLosses, reference_kl: Tensor | None
+    loss: Tensor, logp_n: Tensor, tokens: LossTokens, losses: TokenLosses, reference_kl: Tensor | None
 ) -> LossStats:
     """Return the statistics of one forward pass. `loss` and `reference_kl` are the sums of the pass."""
     log_n = log_ratio(logp_n, tokens).double()
     ratio_n = log_n.exp()
     k3_n = ratio_n - 1.0 - log_n
-    up_n, down_n = found.dropped_n & (tokens.advantage_n > 0), found.dropped_n & (tokens.advantage_n < 0)
+    up_n, down_n = losses.dropped_n & (tokens.advantage_n > 0), losses.dropped_n & (tokens.advantage_n < 0)
     surprise_n = -logp_n.double() - tokens.entropy_n.double()
     quantities_nq = torch.stack(
         [torch.ones_like(log_n), log_n.abs(), k3_n, up_n.double(), down_n.double(), surprise_n], dim=1
@@ -334,8 +334,8 @@ def measure(
     scalars = {
         "entropy": tokens.entropy_n.sum().double(),
         "loss": loss.double(),
-        "capped": found.capped_n.sum().double(),
-        "vetoed_sequences": found.vetoed_S.sum().double(),
+        "capped": losses.capped_n.sum().double(),
+        "vetoed_sequences": losses.vetoed_S.sum().double(),
         "weight": weight_S.sum(),
         "weight_squared": weight_S.square().sum(),
         "reference_kl": log_n.new_zeros(()) if reference_kl is None else reference_kl.double(),

@@ -1,5 +1,5 @@
 """What pulls the policy beside its rewards: teachers, and a reference. Each is a frozen policy beside it, which costs
-one more forward pass without gradient; a teacher may also be an endpoint (`asked_teachers.py`).
+one more forward pass without gradient; a teacher may also be an endpoint (`endpoint_teachers.py`).
 
 **Teachers** score the tokens that the policy sampled, and pull it towards what they would say (on-policy distillation).
 With rho the teacher, pi the policy and x = log rho - log pi of a sampled token, at most 20 either way, the advantage of
@@ -60,8 +60,8 @@ from echo2.learner.core.losses import LOG_RATIO_LIMIT, LossTokens
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, check_pass, load_policy
 from echo2.learner.core.trainer import Likely, Trainer
-from echo2.learner.grpo.asked_teachers import AskedTeachers, Question
 from echo2.learner.grpo.data import GroupData
+from echo2.learner.grpo.endpoint_teachers import EndpointTeachers, Question
 from echo2.learner.grpo.step_meter import Taught
 from echo2.learner.link.teacher_endpoint import TeacherEndpoint
 
@@ -93,7 +93,7 @@ class Teachers:
         self._contexts: dict[str, int | None] = {}
         sizes = config.schedule.groups_per_step, config.sampling.group_size
         self._rows_max = math.prod(sizes) * (config.schedule.max_staleness + STEPS_HEARD)
-        self._mesh, self._asked = mesh, _asked(config, policy, mesh, self._top_k)
+        self._mesh, self._endpoint_teachers = mesh, _open_endpoints(config, policy, mesh, self._top_k)
         self._endpoints = frozenset(config.distill.endpoints)
         for name, path in config.distill.teachers.items():
             if name in self._endpoints:
@@ -108,7 +108,11 @@ class Teachers:
     def why_unfit(self, group: RolloutGroup) -> str:
         """Return why the group's teacher cannot process it; empty if it can."""
         name = group.teaching.teacher
-        most = self._asked.max_positions(name) if self._asked and name in self._asked else self._contexts.get(name)
+        most = (
+            self._endpoint_teachers.max_positions(name)
+            if self._endpoint_teachers and name in self._endpoint_teachers
+            else self._contexts.get(name)
+        )
         prompt = len(group.teaching.prompt_tokens or group.prompt_tokens)
         longest = max(len(rollout.tokens) for rollout in group.rollouts)
         if name not in self._names:
@@ -117,11 +121,11 @@ class Teachers:
             return ""
         return f"{prompt} + {longest} tokens, where {self._names[name]} has {most} positions"
 
-    def hear(self, group: RolloutGroup) -> None:
+    def ask_early(self, group: RolloutGroup) -> None:
         """Begin to ask about a group that has arrived or will, if its teacher is an endpoint. For any thread."""
-        if self._asked is not None and self._asked.num_rows < self._rows_max:
+        if self._endpoint_teachers is not None and self._endpoint_teachers.num_rows < self._rows_max:
             for question in self._questions(group):
-                self._asked.ask(question)
+                self._endpoint_teachers.ask(question)
 
     def waits_for(self, groups: Sequence[RolloutGroup], seconds: float) -> str:
         """Wait so long at most until the endpoints among the teachers have been greeted, and have answered about these
@@ -130,19 +134,21 @@ class Teachers:
         Raises:
             UserError: one can't teach the policy, or failed.
         """
-        if self._asked is None:
+        if self._endpoint_teachers is None:
             return ""
-        return self._asked.waits_for([question for group in groups for question in self._questions(group)], seconds)
+        return self._endpoint_teachers.waits_for(
+            [question for group in groups for question in self._questions(group)], seconds
+        )
 
     def end_step(self, step: int) -> None:
         """The step's groups are trained."""
-        if self._asked is not None:
-            self._asked.forget(step)
+        if self._endpoint_teachers is not None:
+            self._endpoint_teachers.forget(step)
 
     def close(self) -> None:
         """Ask no more. A second call does nothing."""
-        if self._asked is not None:
-            self._asked.close()
+        if self._endpoint_teachers is not None:
+            self._endpoint_teachers.close()
 
     def taught(self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData]) -> list[Datum]:
         """Return the data of the groups with what their teachers say of each token."""
@@ -150,28 +156,31 @@ class Teachers:
         for name, places in _by_teacher(groups, parts).items():
             started = time.perf_counter()
             # A teacher is a policy of its own: it reads its own prompt, and chooses its own experts.
-            asked = [
+            teacher_data = [
                 replace(data[place], prompt_tokens=prompt or data[place].prompt_tokens, routes=None)
                 for place, prompt in places
             ]
-            found = self._found(name, asked)
-            for (place, _), (logprobs, tokens, tops) in zip(places, found, strict=True):
+            answers = self._likely(name, teacher_data)
+            for (place, _), (logprobs, tokens, tops) in zip(places, answers, strict=True):
                 top, logps = array("i", tokens), array("f", tops)
                 data[place] = replace(data[place], teacher_logprobs=logprobs, top_tokens=top, top_logprobs=logps)
             self._seconds[name] += time.perf_counter() - started if name not in self._endpoints else 0.0
         return data
 
-    def _found(self, name: str, data: Sequence[Datum]) -> Sequence[Likely]:
+    def _likely(self, name: str, data: Sequence[Datum]) -> Sequence[Likely]:
         """Return what a teacher says of the data."""
         if name not in self._endpoints:
             return self._trainer.likely(self._names[name], data, self._temperature, self._top_k, self._num_tokens)
-        said = list[tuple[bytes, bytes, bytes]]()
-        if self._asked is not None:
-            works = [self._asked.ask((one.version, name, one.prompt_tokens, one.tokens, one.loss_mask)) for one in data]
-            said = [(logprobs.tobytes(), ids, tops) for logprobs, ids, tops in (work.result() for work in works)]
-        packed = self._mesh.broadcast(msgspec.msgpack.encode(said))
-        told = msgspec.msgpack.decode(packed, type=list[tuple[bytes, bytes, bytes]])
-        return [(array("d", logprobs), ids, tops) for logprobs, ids, tops in told]
+        answers = list[tuple[bytes, bytes, bytes]]()
+        if self._endpoint_teachers is not None:
+            works = [
+                self._endpoint_teachers.ask((one.version, name, one.prompt_tokens, one.tokens, one.loss_mask))
+                for one in data
+            ]
+            answers = [(logprobs.tobytes(), ids, tops) for logprobs, ids, tops in (work.result() for work in works)]
+        packed = self._mesh.broadcast(msgspec.msgpack.encode(answers))
+        all_answers = msgspec.msgpack.decode(packed, type=list[tuple[bytes, bytes, bytes]])
+        return [(array("d", logprobs), ids, tops) for logprobs, ids, tops in all_answers]
 
     def _questions(self, group: RolloutGroup) -> list[Question]:
         """Return what an endpoint is asked about a group's rows; nothing if its teacher is not behind an endpoint."""
@@ -189,36 +198,38 @@ class Teachers:
     ) -> dict[str, Taught]:
         """Return what the teachers say of the data. `logprobs`: the policy's. The seconds are those since the last
         call."""
-        told = dict[str, Taught]()
+        by_teacher = dict[str, Taught]()
         for name, places in _by_teacher(groups, parts).items():
-            found = [_log_ratios(data[place], logprobs[place]) for place, _ in places]
-            if self._asked is not None and name in self._asked:
-                self._seconds[name] += self._asked.take_seconds(name)
-            told[name] = Taught(sum(map(len, found)), math.fsum(map(math.fsum, found)), self._seconds[name])
+            log_ratios = [_log_ratios(data[place], logprobs[place]) for place, _ in places]
+            if self._endpoint_teachers is not None and name in self._endpoint_teachers:
+                self._seconds[name] += self._endpoint_teachers.take_seconds(name)
+            by_teacher[name] = Taught(
+                sum(map(len, log_ratios)), math.fsum(map(math.fsum, log_ratios)), self._seconds[name]
+            )
             self._seconds[name] = 0.0
-        return told
+        return by_teacher
 
 
-def _asked(config: Config, policy: Policy, mesh: Mesh, top_k: int) -> AskedTeachers | None:
+def _open_endpoints(config: Config, policy: Policy, mesh: Mesh, top_k: int) -> EndpointTeachers | None:
     """Return the teachers that this rank asks; None: none."""
     if not config.distill.endpoints or mesh.rank:
         return None
     tokens, urls = policy.vocab_size, config.distill.endpoints
     endpoints = {name: TeacherEndpoint(url, tokens, top_k) for name, url in urls.items()}
-    return AskedTeachers(endpoints, load_tokenizer(policy.files))
+    return EndpointTeachers(endpoints, load_tokenizer(policy.files))
 
 
 def _by_teacher(
     groups: Sequence[RolloutGroup], parts: Sequence[GroupData]
 ) -> Mapping[str, list[tuple[int, array[int]]]]:
     """Return the places of the data by teacher, each with the prompt that it is shown (empty: the same)."""
-    found: dict[str, list[tuple[int, array[int]]]] = {}
+    places: dict[str, list[tuple[int, array[int]]]] = {}
     place = 0
     for group, part in zip(groups, parts, strict=True):
         for _ in part.data:
-            found.setdefault(group.teaching.teacher, []).append((place, group.teaching.prompt_tokens))
+            places.setdefault(group.teaching.teacher, []).append((place, group.teaching.prompt_tokens))
             place += 1
-    return found
+    return places
 
 
 def _log_ratios(datum: Datum, logprobs: array[float]) -> list[float]:

@@ -108,10 +108,10 @@ class TrainedPolicy:
             return f"{prompt} + {longest} tokens, where the model has {most} positions"
         return "" if self.teachers is None else self.teachers.why_unfit(group)
 
-    def hear(self, group: RolloutGroup) -> None:
+    def prepare(self, group: RolloutGroup) -> None:
         """Begin what can begin before a group is trained on. For any thread."""
         if self.teachers is not None:
-            self.teachers.hear(group)
+            self.teachers.ask_early(group)
 
     def num_tokens_run(self, group: RolloutGroup) -> int:
         """Return the number of tokens, including prompts, that training on the group runs; 0 if it teaches nothing.
@@ -131,8 +131,8 @@ class TrainedPolicy:
     @property
     def memory_summary(self) -> str:
         """Suffix for the learner's activity, for people: says that memory has run out; empty if it has not."""
-        left = self.tokens_per_microbatch
-        return f"; memory ran out: micro-batches of {counted(left, 'token')}" if left < self._settled else ""
+        tokens = self.tokens_per_microbatch
+        return f"; memory ran out: micro-batches of {counted(tokens, 'token')}" if tokens < self._settled else ""
 
     @property
     def is_within_step(self) -> bool:
@@ -243,9 +243,9 @@ class TrainedPolicy:
         self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData], logprobs: Sequence[array[float]]
     ) -> None:
         """Keep the logprobs of the first tokens of the step's first groups."""
-        found = iter(logprobs)
+        logprobs_by_datum = iter(logprobs)
         for group, part in zip(groups, parts, strict=True):
-            of_data = iter([next(found) for _ in part.data])
+            of_data = iter([next(logprobs_by_datum) for _ in part.data])
             if part.data and len(self._logprobs) < LOGGED_GROUPS:
                 room = logged_tokens(group.num_rollouts)
                 self._logprobs[group.group.number] = [

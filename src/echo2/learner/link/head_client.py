@@ -82,9 +82,9 @@ class HeadClient:
         patience_seconds: float,
         on_stop: Callable[[str], None],
         others: OtherRanks,
-        hear: Callable[[RolloutGroup], object],
+        on_group: Callable[[RolloutGroup], object],
     ) -> None:
-        self._others, self._hear = others, hear
+        self._others, self._on_group = others, on_group
         self._link = link
         self._publisher = publisher
         self._version = version  # the last version that the head acknowledged
@@ -264,7 +264,7 @@ class HeadClient:
                 if order.stop:
                     self._on_stop(order.stop)
                 if order.unscored:
-                    self._hear(parse_group(order.unscored))
+                    self._on_group(parse_group(order.unscored))
         except (LinkError, PeerError) as error:
             seconds = self._patience_seconds
             log.info("the session with the head ended (%s); each call tries again for %.0f s", error, seconds)
@@ -343,7 +343,7 @@ class HeadClient:
             await self._upload(payload, payload.names)
         else:
             await send_parts(payload, partial(self._upload, payload))
-        sent = await others.hear()
+        sent = await others.answers()
         if verb != AGAIN and isinstance(payload, Payload):
             payload.others = [one.segments for one in sent]
 
@@ -390,16 +390,17 @@ async def join_head(
     patience_seconds: float,
     on_stop: Callable[[str], None],
     others: OtherRanks | None = None,
-    hear: Callable[[RolloutGroup], object] = lambda group: None,
+    on_group: Callable[[RolloutGroup], object] = lambda group: None,
 ) -> HeadClient:
     """Say hello and return the connected client. `on_stop` is called with the reason why the run is over. `others`: the
-    other ranks, if there are several. `hear` is called with each group that the head foretells, without its rewards.
+    other ranks, if there are several. `on_group` is called with each group that the head announces, without its
+    rewards.
 
     Raises:
         LinkError: the head did not answer within `patience_seconds`.
         UserError: the run is not at this learner's version, or it is over.
     """
-    client = HeadClient(link, version, info, publisher, patience_seconds, on_stop, others or OtherRanks(), hear)
+    client = HeadClient(link, version, info, publisher, patience_seconds, on_stop, others or OtherRanks(), on_group)
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
     except BaseException as error:

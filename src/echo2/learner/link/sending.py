@@ -171,7 +171,7 @@ class OtherRanks:
             except ConnectionError as error:
                 raise RuntimeError(f"rank {rank} is gone") from error
 
-    async def hear(self) -> list[Sent]:
+    async def answers(self) -> list[Sent]:
         """Return the answers to the last call, in the order of ranks.
 
         Raises:
@@ -179,9 +179,9 @@ class OtherRanks:
             RuntimeError: a rank is gone.
         """
         ranks = sorted(self._streams)
-        return await asyncio.gather(*(self._hear(rank, self._streams[rank][0]) for rank in ranks))
+        return await asyncio.gather(*(self._answer(rank, self._streams[rank][0]) for rank in ranks))
 
-    async def _hear(self, rank: int, reader: asyncio.StreamReader) -> Sent:
+    async def _answer(self, rank: int, reader: asyncio.StreamReader) -> Sent:
         try:
             sent = await _read(reader, Sent)
         except (EOFError, ConnectionError) as error:
@@ -205,7 +205,7 @@ class OtherRanks:
         greeting.add_done_callback(lambda _: self._close_unless_rank(writer))
 
     def _close_unless_rank(self, writer: asyncio.StreamWriter) -> None:
-        if all(writer is not known for _, known in self._streams.values()):
+        if all(writer is not of_rank for _, of_rank in self._streams.values()):
             writer.close()
 
     def _greeting_failed(self, error: Exception) -> None:

@@ -42,22 +42,22 @@ class HeadSession:
         publisher: Publisher,
         patience_seconds: float = 120.0,
         others: OtherRanks | None = None,
-        hear: Callable[[RolloutGroup], object] = lambda group: None,
+        on_group: Callable[[RolloutGroup], object] = lambda group: None,
     ) -> None:
-        """Connect and say hello. `others`: the other ranks, if there are several. `hear` is called with each group when
-        its rewards begin to be computed, as far as the head says so, and when it arrives, in the session's thread.
+        """Connect and say hello. `others`: the other ranks, if there are several. `on_group` is called with each group
+        when its rewards begin to be computed, as far as the head says so, and when it arrives, in the session's thread.
 
         Raises:
             LinkError: the head did not answer within `patience_seconds`.
             UserError: the run is not at this learner's version, or it is over.
         """
 
-        self._others, self._hear = others or OtherRanks(), hear
+        self._others, self._on_group = others or OtherRanks(), on_group
 
         async def join() -> HeadClient:
             await self._others.open()
             link = await connect()
-            return await join_head(link, version, info, publisher, patience_seconds, self.stop, self._others, hear)
+            return await join_head(link, version, info, publisher, patience_seconds, self.stop, self._others, on_group)
 
         self.doing = "starting"
         self.stop_reason = ""  # why training must end; empty: it goes on
@@ -166,21 +166,21 @@ class HeadSession:
         try:
             async for item in self._client.take_groups(step):
                 if isinstance(item, RolloutGroup):
-                    self._hear(item)
+                    self._on_group(item)
                 self._feed.put(item)
         except Exception as error:  # handled by the training thread
             self._feed.put(error)
 
     async def _report_doing(self) -> None:
-        told, told_at = "", 0.0
+        reported, reported_at = "", 0.0
         while True:
             doing = self._publisher.trouble or self.doing
-            if doing != told or time.monotonic() - told_at > DOING_SECONDS * 10:
-                told, told_at = doing, time.monotonic()
+            if doing != reported or time.monotonic() - reported_at > DOING_SECONDS * 10:
+                reported, reported_at = doing, time.monotonic()
                 try:
-                    await self._client.report_doing(told)
+                    await self._client.report_doing(reported)
                 except (LinkError, PeerError):
-                    told = ""  # the head is away; the calls that matter wait for it and say so
+                    reported = ""  # the head is away; the calls that matter wait for it and say so
             await asyncio.sleep(DOING_SECONDS)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

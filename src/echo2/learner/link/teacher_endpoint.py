@@ -52,7 +52,7 @@ LOGPROB_SLACK, MASS_SLACK = 1e-3, 1e-2
 
 #: What a teacher said of a row: each token's logprob 'd' [T], 0 where none is predicted, and of its loss tokens the k
 #: most likely 'i' and their logprobs 'f', row by row, -inf where there are fewer.
-Said = tuple["array[float]", bytes, bytes]
+TeacherAnswer = tuple["array[float]", bytes, bytes]
 
 
 class _Logprob(msgspec.Struct):
@@ -139,7 +139,7 @@ class TeacherEndpoint:
             await self._scored(last, top_k, remedy)
         await self._compare(tokenizer)
 
-    async def ask(self, prompt: Sequence[int], tokens: Sequence[int], loss_mask: bytes) -> Said:
+    async def ask(self, prompt: Sequence[int], tokens: Sequence[int], loss_mask: bytes) -> TeacherAnswer:
         """Return what it says of the tokens that the mask names. It reads the prompt, and the tokens before the last.
 
         Raises:
@@ -153,12 +153,12 @@ class TeacherEndpoint:
         for at in (at for at in range(num_read) if loss_mask[at]):
             position = table[len(prompt) + at]
             logprobs[at] = position[tokens[at]]
-            likely = sorted((-logprob, token) for token, logprob in position.items())[: self._top_k]
+            ranked = sorted((-logprob, token) for token, logprob in position.items())[: self._top_k]
             # Tokens that only the teacher has are a part of the rest.
-            known = [(token, -cost) for cost, token in likely if token < self._num_tokens]
-            missing = self._top_k - len(known)
-            ids.extend([*(token for token, _ in known), *[0] * missing])
-            tops.extend([*(logprob for _, logprob in known), *[-math.inf] * missing])
+            likely = [(token, -cost) for cost, token in ranked if token < self._num_tokens]
+            missing = self._top_k - len(likely)
+            ids.extend([*(token for token, _ in likely), *[0] * missing])
+            tops.extend([*(logprob for _, logprob in likely), *[-math.inf] * missing])
         return logprobs, ids.tobytes(), tops.tobytes()
 
     async def _scored(self, read: array[int], top_k: int, remedy: str = "") -> list[Mapping[int, float]]:
@@ -175,7 +175,7 @@ class TeacherEndpoint:
         bytes_max = ANSWER_BYTES_MAX + BYTES_PER_TOKEN * len(read) * (top_k + 2)
         data = msgspec.json.encode(body)
         return await self._persisting(
-            "/v1/completions", data, bytes_max, lambda said: positions(said, read, top_k), remedy
+            "/v1/completions", data, bytes_max, lambda answer: positions(answer, read, top_k), remedy
         )
 
     async def _compare(self, tokenizer: Tokenizer) -> None:
@@ -188,16 +188,17 @@ class TeacherEndpoint:
         ids = sorted(tokenizer.get_vocab().values())
         blocks = [ids[at : at + COMPARED_TOKENS] for at in range(0, len(ids), COMPARED_TOKENS)]
         async with together() as group:
-            found = [group.create_task(self._differs(tokenizer, block)) for block in blocks]
-        block = next((block for block, task in zip(blocks, found, strict=True) if task.result()), [])
+            differences = [group.create_task(self._differs(tokenizer, block)) for block in blocks]
+        block = next((block for block, task in zip(blocks, differences, strict=True) if task.result()), [])
         while len(block) > 1:
             half = block[: len(block) // 2]
             block = half if await self._differs(tokenizer, half) else block[len(half) :]
         if block:
-            mine = shown(tokenizer.decode(block, skip_special_tokens=False))
+            text_here = shown(tokenizer.decode(block, skip_special_tokens=False))
             raise self._error(
-                f"it has another tokenizer: number {block[0]} is {mine} here, and {shown(await self._text(block))} "
-                "there. A teacher scores the policy's own tokens: take one of the same family."
+                f"it has another tokenizer: number {block[0]} is {text_here} here, and "
+                f"{shown(await self._text(block))} there. A teacher scores the policy's own tokens: "
+                "take one of the same family."
             )
 
     async def _differs(self, tokenizer: Tokenizer, ids: list[int]) -> bool:
@@ -264,15 +265,15 @@ def positions(data: bytes, read: array[int], top_k: int) -> list[Mapping[int, fl
         UnfitAnswer: it is not a possible answer.
     """
     choices = _read(data, _Completion).choices
-    found = choices[0].prompt_logprobs if len(choices) == 1 else None
-    if found is None or choices[0].prompt_token_ids is None:
+    logprobs_by_position = choices[0].prompt_logprobs if len(choices) == 1 else None
+    if logprobs_by_position is None or choices[0].prompt_token_ids is None:
         raise UnfitAnswer("its answer has no prompt_logprobs or no prompt_token_ids, as vLLM's has")
     if choices[0].prompt_token_ids != read.tolist():
         raise UnfitAnswer("it read other tokens than it was sent")
-    if len(found) != len(read):
-        raise UnfitAnswer(f"its answer has {len(found)} positions of {len(read)}")
+    if len(logprobs_by_position) != len(read):
+        raise UnfitAnswer(f"its answer has {len(logprobs_by_position)} positions of {len(read)}")
     table: list[Mapping[int, float]] = [{}]
-    for at, (token, position) in enumerate(zip(read[1:], found[1:], strict=True), 1):
+    for at, (token, position) in enumerate(zip(read[1:], logprobs_by_position[1:], strict=True), 1):
         logprobs = {number: one.logprob for number, one in (position or {}).items()}
         if token not in logprobs or not max(1, top_k) <= len(logprobs) <= top_k + 1:
             raise UnfitAnswer(f"position {at}: {len(logprobs)} tokens, or not the one that is there")

@@ -452,12 +452,12 @@ class SimWorker(Actor):
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
-    def _check(self, asked: Check) -> None:
+    def _check(self, check: Check) -> None:
         """Read a group again, which takes some of the time that sampling it takes."""
-        sampler, command = self.world.actors[asked.sampled_by], asked.command
+        sampler, command = self.world.actors[check.sampled_by], check.command
         assert isinstance(sampler, SimWorker)
-        cost, found = sampler.judged(command, self.held)
-        self.post(CHECK_COST * cost * self.group_seconds, _Read(replace(found, worker_id=self.name)))
+        cost, verdict = sampler.judged(command, self.held)
+        self.post(CHECK_COST * cost * self.group_seconds, _Read(replace(verdict, worker_id=self.name)))
 
     def judged(self, command: do_head.CheckGroup, held: tuple[SnapshotRef, ...]) -> tuple[float, ev.GroupChecked]:
         """Return what a check of this worker's group finds where these snapshots are held, and the tokens that are read

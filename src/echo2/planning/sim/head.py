@@ -28,9 +28,9 @@ from echo2.planning.sim.world import (
     HEAD,
     LEARNER,
     Actor,
-    Asked,
     Check,
     Fed,
+    HeadCall,
     Hello,
     Kill,
     Publish,
@@ -78,14 +78,14 @@ class Provider:
 
     def out(self) -> tuple[ev.RecoveredMachine, ...]:
         """Return the machines that are up, or on their way."""
-        found = []
+        machines = []
         for offer, names in self._machines.items():
             for name in names:
                 if self._world.actors[name].up:
-                    found.append(ev.RecoveredMachine(offer, name))
+                    machines.append(ev.RecoveredMachine(offer, name))
                 elif self._coming.get(name, -1.0) >= self._world.now:
-                    found.append(ev.RecoveredMachine(offer))
-        return tuple(found)
+                    machines.append(ev.RecoveredMachine(offer))
+        return tuple(machines)
 
     def take_back(self, worker_id: str) -> None:
         self._world.post(0.0, worker_id, Returned())
@@ -173,8 +173,8 @@ class SimHead(Actor):
                     self._start()
                 case Kill():
                     self._doomed = True
-                case Asked():
-                    self._asked(event)
+                case HeadCall():
+                    self._handle_call(event)
                 case StreamBroke():
                     self._stream_broke(event)
                 case _Wake():
@@ -273,10 +273,10 @@ class SimHead(Actor):
         if len(lost) == len(rollouts) or (lost and is_strangers):  # as `serve.results`
             self.tell_soon(ev.GroupUnfit(group, "reward_failed", "the judge is down"))
             return
-        left = Attachment(b"".join(one for one in rollouts if one not in lost))
+        remaining = Attachment(b"".join(one for one in rollouts if one not in lost))
         failed = tuple(LostRollout(int.from_bytes(one[4:], "big"), "reward_failed") for one in lost)
-        scored = ev.GroupScored(group, self.scenario.is_flat(left.data), scores=Attachment(b""), lost=failed)
-        self.tell_soon(replace(scored, num_rollouts=len(rollouts) - len(lost), rollouts=left if lost else None))
+        scored = ev.GroupScored(group, self.scenario.is_flat(remaining.data), scores=Attachment(b""), lost=failed)
+        self.tell_soon(replace(scored, num_rollouts=len(rollouts) - len(lost), rollouts=remaining if lost else None))
 
     def _joined(self, body: ev.GroupDelivered) -> ev.GroupDelivered:
         """Return a result with the rollouts that its group has already, as `serve.results` does."""
@@ -291,14 +291,14 @@ class SimHead(Actor):
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
-    def _asked(self, asked: Asked) -> None:
-        if self.world.actors[asked.sender].life != asked.sender_life and asked.sender == LEARNER:
+    def _handle_call(self, call: HeadCall) -> None:
+        if self.world.actors[call.sender].life != call.sender_life and call.sender == LEARNER:
             return  # its connection died with it
-        value, num_bytes = self._answer(asked.sender, asked.body), 500
-        if isinstance(asked.body, ChunkAsked) and isinstance(value, bytes):
+        value, num_bytes = self._answer(call.sender, call.body), 500
+        if isinstance(call.body, ChunkAsked) and isinstance(value, bytes):
             num_bytes += self.scenario.chunk_bytes
             self.history.origin_bytes += num_bytes
-        self.network.answer(asked, value, num_bytes)
+        self.network.answer(call, value, num_bytes)
 
     def _answer(self, sender: str, body: object) -> object:
         if self.planner.penalties.expulsion(sender, self.world.now) is not None:
@@ -329,7 +329,7 @@ class SimHead(Actor):
             case ev.LeaseFailed() | ev.DeliveryMalformed():
                 return _verdict(self.tell(body))
             case ManifestAsked():
-                return self.origin.asked(sender, body) or Refused("unknown_snapshot")
+                return self.origin.manifest_for(sender, body) or Refused("unknown_snapshot")
             case ChunkAsked():
                 return self.origin.chunk(body) or Refused("missing")
             case bev.BroadcastEvent():

@@ -147,21 +147,21 @@ class SimOrigin:
                 self.order(worker_id, Announced(self.manifest(payload)))
             self._assign(payload, members)
 
-    def asked(self, sender: str, body: ManifestAsked) -> Announced | None:
+    def manifest_for(self, sender: str, body: ManifestAsked) -> Announced | None:
         """Return the manifest of a payload that fits; None if there is no such snapshot."""
-        asked = (body.ref.policy, body.ref.version)
-        lineages = [ref for ref in self.store if (ref.policy, ref.version) == asked]
-        found = sorted(ref for ref in lineages if body.ref.lineage in (0, ref.lineage))
-        if not found:
+        version = (body.ref.policy, body.ref.version)
+        lineages = [ref for ref in self.store if (ref.policy, ref.version) == version]
+        refs = sorted(ref for ref in lineages if body.ref.lineage in (0, ref.lineage))
+        if not refs:
             return None
-        payload = self._fitting(found[-1], body.base)
+        payload = self._fitting(refs[-1], body.base)
         self._assign(payload, [sender])
         return Announced(self.manifest(payload), asked_for=True)
 
     def chunk(self, body: ChunkAsked) -> bytes | None:
         """Return a chunk's data; None if it is not stored (any more)."""
-        known = self.payloads.get(body.payload)
-        return None if known is None else known[1].get(body.chunk)
+        payload = self.payloads.get(body.payload)
+        return None if payload is None else payload[1].get(body.chunk)
 
     def dropped(self, ref: SnapshotRef) -> None:
         for payload in [payload for payload in self.payloads if ref in (payload.ref, payload.base)]:
@@ -323,8 +323,8 @@ class Peering:
             return wev.SnapshotRefused(payload, refusal)
         self.weights, self.installed = weights, payload
         self._cut = cut(weights, b"", self.scenario.snapshot_chunks)
-        known = [payload, incoming, list(self.manifests)[-1]]
-        self.manifests = {key: value for key, value in self.manifests.items() if key in known}
+        retained = [payload, incoming, list(self.manifests)[-1]]
+        self.manifests = {key: value for key, value in self.manifests.items() if key in retained}
         kept = {chunk for one in (*self.manifests.values(), *self.base_models.values()) for chunk in one.chunks}
         self.stored = {chunk: piece for chunk, piece in self.stored.items() if chunk in kept}
         return wev.SnapshotInstalled(payload.ref)
@@ -413,8 +413,8 @@ class Peering:
         download = self.fetcher.download
         if download is not None and download.payload == body.payload:
             return body.chunk in download.missing
-        wanted, installed = body.payload.ref, self.installed.ref
-        return body.payload not in self.manifests and wanted.policy == installed.policy and wanted > installed
+        ref, installed = body.payload.ref, self.installed.ref
+        return body.payload not in self.manifests and ref.policy == installed.policy and ref > installed
 
     def _give(self, asker: str, body: ChunkAsked | None, value: object) -> None:
         num_bytes = self.scenario.chunk_bytes if isinstance(value, bytes) else 0

@@ -148,7 +148,7 @@ class SimLink:
     down_free_at: float = 0.0
 
 
-class Asked(Event):
+class HeadCall(Event):
     """A call arrives at the head."""
 
     sender: str
@@ -297,8 +297,8 @@ class SimNetwork:
         number = self._num_calls
         self.world.post(CALL_SECONDS + num_bytes / self.links[sender].bytes_per_second, sender, TimedOut(number))
         if not self.world.chance(self.links[sender].loss):
-            asked = Asked(sender, self.world.actors[sender].life, number, body)
-            self.world.post(self._up_seconds(sender, num_bytes), HEAD, asked)
+            request = HeadCall(sender, self.world.actors[sender].life, number, body)
+            self.world.post(self._up_seconds(sender, num_bytes), HEAD, request)
         return number
 
     def receives_for(self, party: str) -> float:
@@ -307,10 +307,12 @@ class SimNetwork:
         busy = link.down_free_at - self.world.now
         return busy + 2 * link.latency_seconds if busy > 0 else 0.0
 
-    def answer(self, asked: Asked, value: object, num_bytes: int = SMALL_BYTES) -> None:
+    def answer(self, request: HeadCall, value: object, num_bytes: int = SMALL_BYTES) -> None:
         """Send a call's answer; it may be lost."""
-        if not self.world.chance(self.links[asked.sender].loss):
-            self.world.post(self._down_seconds(asked.sender, num_bytes), asked.sender, Answered(asked.number, value))
+        if not self.world.chance(self.links[request.sender].loss):
+            self.world.post(
+                self._down_seconds(request.sender, num_bytes), request.sender, Answered(request.number, value)
+            )
 
     def order(self, party: str, epoch: int, body: object) -> None:
         """Send one item of the head's stream to `party`; no item arrives after a lost one."""

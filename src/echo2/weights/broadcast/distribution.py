@@ -42,7 +42,7 @@ class AttendingWorker(Protocol):
     def installed(self) -> SnapshotRef | None: ...
 
     @property
-    def told(self) -> SnapshotRef | None:
+    def announced(self) -> SnapshotRef | None:
         """The snapshot that it was to hear of last."""
 
 
@@ -70,11 +70,11 @@ class Distribution:
 
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
         """Announce `ref` to these workers as the newest snapshot, in waves if they are many."""
-        told = list(worker_ids)
-        if len(told) > WAVE_WORKERS:
-            told.sort(key=self._age_of)
-            self._spawn(self._announce_later(ref, told[WAVE_WORKERS:]))
-        self._announce(ref, told[:WAVE_WORKERS])
+        ordered = list(worker_ids)
+        if len(ordered) > WAVE_WORKERS:
+            ordered.sort(key=self._age_of)
+            self._spawn(self._announce_later(ref, ordered[WAVE_WORKERS:]))
+        self._announce(ref, ordered[:WAVE_WORKERS])
 
     def _age_of(self, worker_id: str) -> tuple[int, int]:
         """Order the workers by snapshot, those without any first."""
@@ -86,14 +86,14 @@ class Distribution:
         """Announce `ref` to the later waves. Workers that came back meanwhile have heard of it."""
         for start in range(0, len(worker_ids), WAVE_WORKERS):
             await asyncio.sleep(WAVE_SECONDS)
-            self._announce(ref, self._unheard(ref, worker_ids[start : start + WAVE_WORKERS]))
+            self._announce(ref, self._waiting_for(ref, worker_ids[start : start + WAVE_WORKERS]))
 
-    def _unheard(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> list[str]:
+    def _waiting_for(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> list[str]:
         """Return those of these workers that still wait for notice of `ref`: they were to hear of no other since."""
-        known = self.origin.progress()
+        progress = self.origin.progress()
         there = ((key, self._attending(key)) for key in worker_ids)
-        waiting = [key for key, worker in there if worker is not None and worker.told == ref]
-        return [key for key in waiting if key not in known or known[key].payload.ref != ref]
+        waiting = [key for key, worker in there if worker is not None and worker.announced == ref]
+        return [key for key in waiting if key not in progress or progress[key].payload.ref != ref]
 
     def _announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
         """`merges`: workers that need several deltas hear of the snapshot once these are merged."""
@@ -102,24 +102,24 @@ class Distribution:
             worker = self._attending(worker_id)
             if worker is not None:
                 with_base[worker.installed].append(worker_id)
-        for base, told in with_base.items():
+        for base, receivers in with_base.items():
             if merges and base is not None and self.archive.is_chain(PayloadId(ref, base)):
-                self._spawn(self._announce_merged(PayloadId(ref, base), told))
+                self._spawn(self._announce_merged(PayloadId(ref, base), receivers))
                 continue
             try:
                 manifest = self.archive.payload(ref, base)
             except PeerError as error:
-                log.warning("%d workers with %s get no notice of %s: %s", len(told), base, ref, error)
+                log.warning("%d workers with %s get no notice of %s: %s", len(receivers), base, ref, error)
                 continue
-            self._tell(manifest, told)
+            self._notify(manifest, receivers)
 
     async def _announce_merged(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
         """Merge the deltas, then announce the payload to those that still wait for it."""
-        told = list(worker_ids)
-        await self.archive.merge(payload, lambda: bool(self._unheard(payload.ref, told)))
-        self._announce(payload.ref, self._unheard(payload.ref, told), merges=False)
+        receivers = list(worker_ids)
+        await self.archive.merge(payload, lambda: bool(self._waiting_for(payload.ref, receivers)))
+        self._announce(payload.ref, self._waiting_for(payload.ref, receivers), merges=False)
 
-    def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
+    def _notify(self, manifest: Manifest, worker_ids: list[str]) -> None:
         order = wire.Order(snapshot=self._notice(manifest))
         for worker_id in worker_ids:
             self._order(worker_id, order)
@@ -135,10 +135,10 @@ class Distribution:
         Raises:
             PeerError: "unknown_snapshot": the version is not stored (any more); "unknown_worker"; "malformed".
         """
-        asked = messages.decode_ref(request)
-        ref = self.archive.find(asked)
+        name = messages.decode_ref(request)
+        ref = self.archive.find(name)
         if ref is None:
-            raise PeerError("unknown_snapshot", f"no snapshot {asked} is stored")
+            raise PeerError("unknown_snapshot", f"no snapshot {name} is stored")
         base = messages.decode_ref(request.base) if request.HasField("base") else None
         if base is not None and not self._may_ask(worker_id, ref, base):
             base = None

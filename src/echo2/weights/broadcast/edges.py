@@ -54,16 +54,12 @@ class Edges:
         address = self._addresses.get(name, "")
         if name != ORIGIN and not address:
             return self._awaited_source(name)
-        known = self._dialled.get(name)
-        if (
-            known is not None
-            and known.address == address
-            and (known.is_busy or known.num_connections == self.num_connections)
-        ):
+        old = self._dialled.get(name)
+        if old is not None and old.address == address and (old.is_busy or old.num_connections == self.num_connections):
             self._dialled[name] = self._dialled.pop(name)
-            return known
-        if known is not None:
-            self._close(known)
+            return old
+        if old is not None:
+            self._close(old)
         open_link = self._network.to_head if name == ORIGIN else lambda: self._network.to_peer(name, address)
         links = [open_link() for _ in range(self.num_connections)]
         self._dialled[name] = DialledSource(name, address, self._intake, links)
@@ -91,12 +87,12 @@ class Edges:
     def _set_address(self, source: wire.Source) -> None:
         """Set the address of a source. If it changed, fail and report the requests under way to the old address."""
         self._addresses[source.peer_id] = source.address
-        known = self._dialled.get(source.peer_id)
-        if known is not None and known.address != source.address:
+        old = self._dialled.get(source.peer_id)
+        if old is not None and old.address != source.address:
             del self._dialled[source.peer_id]
-            if known.is_busy:
-                known.fail("broken")
-            self._close(known)
+            if old.is_busy:
+                old.fail("broken")
+            self._close(old)
 
     def acquaint(self, sources: Iterable[wire.Source]) -> None:
         """Connect to possible sources ahead of the first payload, and to the origin over every connection."""
@@ -123,11 +119,11 @@ class Edges:
 
     def dial(self, peer_id: str, address: str) -> None:
         """Dial a peer that wants chunks but can't dial this node, and send them."""
-        known = self._dials.get(peer_id)
-        if known is not None and known.address == address and not known.is_over:
+        old = self._dials.get(peer_id)
+        if old is not None and old.address == address and not old.is_over:
             return
-        if known is not None:
-            self._close(known)
+        if old is not None:
+            self._close(old)
         link = self._network.to_peer(peer_id, address)
         peer = Peer(peer_id, "worker")
         self._dials[peer_id] = Dial(address, link, lambda request: self._server.serve(peer, request))

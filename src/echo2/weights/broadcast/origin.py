@@ -121,8 +121,8 @@ class OriginNode:
         address = of_worker(hello, host)
         if self._addresses.get(worker_id) != address:  # equal: the worker only reconnected
             self._addresses.pop(worker_id, None)
-        known = self._addresses.get(worker_id, "")
-        self._happen(ev.MemberJoined(worker_id, known, reach(known or host), ticket))
+        old_address = self._addresses.get(worker_id, "")
+        self._happen(ev.MemberJoined(worker_id, old_address, reach(old_address or host), ticket))
         if worker_id in self._dialling:
             self._dialling.pop(worker_id).cancel()  # at most one dial-back per worker, however often it joins
         if address:
@@ -246,10 +246,10 @@ class OriginNode:
         then certain to exchange chunks."""
         if len(self._members) > ACQUAINTED_MAX:
             return
-        known = {key: wire.Source(peer_id=key, address=self.address_of(key)) for key in self._members}
-        known = {key: source for key, source in known.items() if source.address}
-        own = known.pop(worker_id)
-        self._order(worker_id, wire.Order(routes=wire.Routes(sources=known.values())))
+        sources = {key: wire.Source(peer_id=key, address=self.address_of(key)) for key in self._members}
+        sources = {key: source for key, source in sources.items() if source.address}
+        own = sources.pop(worker_id)
+        self._order(worker_id, wire.Order(routes=wire.Routes(sources=sources.values())))
         for other in self._members:
             if other != worker_id:
                 self._order(other, wire.Order(routes=wire.Routes(sources=[own])))
@@ -318,8 +318,8 @@ def of_worker(hello: wire.WorkerHello, host: str) -> str:
         return ""
     if not hello.advertise:
         return _joined(host, hello.listen_port)
-    said, port = split(hello.advertise)
-    return _joined(said, port or hello.listen_port)
+    advertised, port = split(hello.advertise)
+    return _joined(advertised, port or hello.listen_port)
 
 
 def reach(address: str) -> str:

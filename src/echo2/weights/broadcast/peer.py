@@ -84,9 +84,13 @@ class Reports:
 
     def whole(self, payload: PayloadId, num_bytes: int, tallies: Sequence[Tally]) -> None:
         """Report that every chunk is stored, and how much each source sent."""
-        given = [wire.Tally(source=t.source, num_bytes=t.num_bytes, seconds=t.seconds) for t in tallies]
+        tally_messages = [wire.Tally(source=t.source, num_bytes=t.num_bytes, seconds=t.seconds) for t in tallies]
         report = wire.FetchReport(
-            payload=encode_payload(payload), bytes_stored=num_bytes, bytes_total=num_bytes, whole=True, tallies=given
+            payload=encode_payload(payload),
+            bytes_stored=num_bytes,
+            bytes_total=num_bytes,
+            whole=True,
+            tallies=tally_messages,
         )
         self._put(report)
 
@@ -239,7 +243,7 @@ class PeerNode:
             self._asked[self._fetching.payload] = -math.inf
         self._fetching = _Fetching(manifest, missing)
         self._server.allowance.add(payload_bytes=self._fetching.bytes_total)
-        self._chores.spawn(self._tell_progress(self._fetching))
+        self._chores.spawn(self._report_progress(self._fetching))
         self._happen(ev.PayloadWanted(manifest.payload, manifest.hashes, frozenset(missing)))
         self._server.reconsider()
 
@@ -382,12 +386,12 @@ class PeerNode:
             del self._asked[next(iter(self._asked))]
         return now - since < EARLY_SECONDS
 
-    async def _tell_progress(self, fetching: _Fetching) -> None:
-        told = -1
+    async def _report_progress(self, fetching: _Fetching) -> None:
+        reported = -1
         while self._fetching is fetching:
-            if fetching.bytes_stored != told:
-                told = fetching.bytes_stored
-                self._reports.progress(fetching.payload, told, fetching.bytes_total)
+            if fetching.bytes_stored != reported:
+                reported = fetching.bytes_stored
+                self._reports.progress(fetching.payload, reported, fetching.bytes_total)
             await asyncio.sleep(PROGRESS_SECONDS)
 
     def _tell_rates(self) -> None:

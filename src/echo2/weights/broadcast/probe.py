@@ -135,14 +135,14 @@ async def _pull(link: Link, tape: _Tape, share: int) -> None:
 
 
 async def _push(link: Link, tape: _Tape, share: int) -> None:
-    left = PROBE_BYTES // PIECE_BYTES // share
+    num_left = PROBE_BYTES // PIECE_BYTES // share
     async with together() as putting:
         under_way = 0
 
         def begin() -> None:
-            nonlocal left, under_way
-            if left > 0:
-                left, under_way = left - 1, under_way + 1
+            nonlocal num_left, under_way
+            if num_left > 0:
+                num_left, under_way = num_left - 1, under_way + 1
                 putting.create_task(put())
 
         async def put() -> None:

@@ -109,18 +109,18 @@ class ChunkCache:
     def stored(self, hash_: bytes) -> None:
         """Notify the requests that wait for this chunk, which is now on disk. A request may have begun to wait after
         the chunk was evicted from memory and before it was written."""
-        for tell in self._waiting.pop(hash_, ()):
-            tell(hash_)
+        for notify in self._waiting.pop(hash_, ()):
+            notify(hash_)
 
-    def wait_for(self, hash_: bytes, tell: Callable[[bytes], None]) -> None:
-        """Call `tell` once, when the chunk arrives."""
-        self._waiting[hash_].add(tell)
+    def wait_for(self, hash_: bytes, notify: Callable[[bytes], None]) -> None:
+        """Call `notify` once, when the chunk arrives."""
+        self._waiting[hash_].add(notify)
 
-    def forget(self, hash_: bytes, tell: Callable[[bytes], None]) -> None:
+    def forget(self, hash_: bytes, notify: Callable[[bytes], None]) -> None:
         """Undo `wait_for`."""
         waiting = self._waiting.get(hash_)
         if waiting is not None:
-            waiting.discard(tell)
+            waiting.discard(notify)
             if not waiting:
                 del self._waiting[hash_]
 
@@ -149,8 +149,8 @@ class Allowance:
         """Take bytes from a peer's allowance. Return the seconds until it has earned them."""
         per_second = COPIES * self._largest / COPIES_SECONDS
         self._earned, self._at = self._earned + per_second * max(0.0, now - self._at), now
-        left = self._buckets.take(peer_id, 1.0, COPIES * self._largest, self._earned, num_bytes, debt_max=math.inf)
-        return max(0.0, -left / per_second)
+        allowance = self._buckets.take(peer_id, 1.0, COPIES * self._largest, self._earned, num_bytes, debt_max=math.inf)
+        return max(0.0, -allowance / per_second)
 
 
 class Server:
@@ -192,15 +192,15 @@ class Server:
         try:
             yield message_bytes.ALIVE  # tells the caller that the request arrived
             clock = asyncio.get_running_loop().time
-            told_at = clock()
-            while dealing.wanted:
+            alive_at = clock()
+            while dealing.remaining:
                 self._check_open()
                 if not dealing.ready and not self._expects(payload):
-                    raise PeerError("missing", f"{len(dealing.wanted)} chunks of {payload} are not here or expected")
-                if not dealing.ready and clock() - told_at >= ALIVE_SECONDS:
+                    raise PeerError("missing", f"{len(dealing.remaining)} chunks of {payload} are not here or expected")
+                if not dealing.ready and clock() - alive_at >= ALIVE_SECONDS:
                     # Every chunk received so far is sent: if the peer finds this slow, the cause is this node's own
                     # source, even if that source still delivers a little.
-                    told_at = clock()
+                    alive_at = clock()
                     yield message_bytes.ALIVE
                 if not dealing.ready:
                     await order.something()
@@ -227,16 +227,16 @@ class Server:
         Raises:
             PeerError: "malformed"; "oversized"; "busy".
         """
-        wanted, key = requested(request), (peer_id, request.number)
+        chunks, key = requested(request), (peer_id, request.number)
         order = self._shared.get(key) if request.number else None
         if order is not None:
-            if not order.dealing.may_join(wanted):
+            if not order.dealing.may_join(chunks):
                 raise PeerError("malformed", f"request {request.number} asked for other chunks, or came too often")
             return order
         if self._under_way[peer_id] >= REQUESTS_PER_PEER_MAX:
             raise PeerError("busy", f"{peer_id} has {REQUESTS_PER_PEER_MAX} requests under way")
         self._under_way[peer_id] += 1
-        order = _Order(self._cache, wanted, key)
+        order = _Order(self._cache, chunks, key)
         self._orders.add(order)
         if request.number:
             self._shared[key] = order
@@ -281,7 +281,7 @@ class Server:
             if self._cache.has(hash_):  # written in the meantime
                 order.dealing.arrived(hash_)
             else:
-                self._cache.wait_for(hash_, order.tell)
+                self._cache.wait_for(hash_, order.arrived)
             return None
 
     def close(self) -> None:
@@ -302,20 +302,20 @@ class Server:
 class _Order:
     """One request: the chunks still to be dealt, and the waiting for those that are not here."""
 
-    def __init__(self, cache: ChunkCache, wanted: Iterable[bytes], key: tuple[str, int]) -> None:
-        self._cache, self.dealing, self.key = cache, Dealing(wanted), key
+    def __init__(self, cache: ChunkCache, chunks: Iterable[bytes], key: tuple[str, int]) -> None:
+        self._cache, self.dealing, self.key = cache, Dealing(chunks), key
         self.woken = asyncio.Event()
-        for hash_ in self.dealing.asked:
+        for hash_ in self.dealing.request:
             if cache.has(hash_):
                 self.dealing.arrived(hash_)
             else:
-                cache.wait_for(hash_, self.tell)
+                cache.wait_for(hash_, self.arrived)
 
     def end(self) -> None:
-        for hash_ in self.dealing.wanted:
-            self._cache.forget(hash_, self.tell)
+        for hash_ in self.dealing.remaining:
+            self._cache.forget(hash_, self.arrived)
 
-    def tell(self, hash_: bytes) -> None:
+    def arrived(self, hash_: bytes) -> None:
         self.dealing.arrived(hash_)
         self.woken.set()
 

@@ -68,9 +68,9 @@ def lora_factors(config: Any, is_trained: bool = False) -> LoraFactors:
         raise UserError(f"{ADAPTER_CONFIG} holds no object.")
     for name in sorted(config.keys() | {"peft_type"}):
         value = config.get(name)
-        known = VALUES.get(name, OFF)
-        if name not in ANY_VALUE and name not in ("r", "lora_alpha") and not (_is_plain(value) and value in known):
-            expected = f"; it must be {' or '.join(map(repr, known))}" if name in VALUES else ""
+        possible = VALUES.get(name, OFF)
+        if name not in ANY_VALUE and name not in ("r", "lora_alpha") and not (_is_plain(value) and value in possible):
+            expected = f"; it must be {' or '.join(map(repr, possible))}" if name in VALUES else ""
             raise UserError(f"{ADAPTER_CONFIG} has {name} = {_shown(value)}, which echo2 does not compute{expected}.")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANK_MAX:
@@ -127,24 +127,24 @@ def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
     """
     path = directory / ADAPTER_CONFIG
     try:
-        theirs = parse_json(path.read_bytes())
-        lora_factors(theirs, is_trained=True)
-        theirs["target_modules"] = _targets(theirs)
+        its_config = parse_json(path.read_bytes())
+        lora_factors(its_config, is_trained=True)
+        its_config["target_modules"] = _targets(its_config)
     except UserError as error:
         raise UserError(f"The adapter in {directory} is not taken: {error}") from error
     except OSError as error:
         raise UserError(f"{directory} holds no PEFT adapter: {path} cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} describes no LoRA adapter: {error!r}.") from error
-    wanted = parse_json(ours)
-    wanted["target_modules"] = _targets(wanted)
+    own_config = parse_json(ours)
+    own_config["target_modules"] = _targets(own_config)
     for key, setting in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
-        if wanted[key] != theirs.get(key):
+        if own_config[key] != its_config.get(key):
             raise UserError(
-                f"{directory} holds an adapter with {key} = {theirs.get(key)}; lora.{setting} makes it {wanted[key]}. "
-                f"{remedy}"
+                f"{directory} holds an adapter with {key} = {its_config.get(key)}; lora.{setting} makes it "
+                f"{own_config[key]}. {remedy}"
             )
-    return str(theirs.get("base_model_name_or_path"))
+    return str(its_config.get("base_model_name_or_path"))
 
 
 def _targets(config: Any) -> list[str]:

@@ -208,11 +208,11 @@ def _steps(steps: Items, bits: int) -> bytes:
     return out.record()
 
 
-def _sample(num_items: int, wanted: int) -> list[slice]:
-    """Return runs spread evenly over the items, with about `wanted` items in all; everything if there are fewer."""
-    if num_items <= wanted:
+def _sample(num_items: int, aim: int) -> list[slice]:
+    """Return runs spread evenly over the items, with about `aim` items in all; everything if there are fewer."""
+    if num_items <= aim:
         return [slice(0, num_items)]
-    runs = wanted // SAMPLE_RUN
+    runs = aim // SAMPLE_RUN
     return [slice(start, start + SAMPLE_RUN) for start in range(0, num_items - SAMPLE_RUN + 1, num_items // runs)]
 
 

@@ -265,27 +265,28 @@ def widths_of(tensors: Iterable[TensorEntry], extents: Iterable[int]) -> Iterato
             up to the stream.
     """
     entries = iter(tensors)
-    left, width = 0, 1
+    tensor_bytes, width = 0, 1
     for extent in extents:
         _require(0 < extent <= MAX_SEGMENT_BYTES, f"a segment of {extent} bytes, outside 1..{MAX_SEGMENT_BYTES}")
-        begun = left > 0
+        begun = tensor_bytes > 0
         while extent:
-            while not left:
+            while not tensor_bytes:
                 entry = next(entries, None)
                 if entry is None:
                     raise UserError(f"Snapshot refused: segments go {extent} bytes beyond the tensors.")
-                left = entry.num_bytes
+                tensor_bytes = entry.num_bytes
                 wide = item_bytes(entry.dtype)
                 _require(
-                    not left or not begun or wide == width, f"a segment goes on into {entry.name!r} of other items"
+                    not tensor_bytes or not begun or wide == width,
+                    f"a segment goes on into {entry.name!r} of other items",
                 )
-                width = wide if left else width
+                width = wide if tensor_bytes else width
             begun = True
-            taken = min(left, extent)
-            _require(taken % width == 0, "a segment ends within an item")
-            left, extent = left - taken, extent - taken
+            shared = min(tensor_bytes, extent)
+            _require(shared % width == 0, "a segment ends within an item")
+            tensor_bytes, extent = tensor_bytes - shared, extent - shared
         yield width
-    _require(not left and not any(entry.num_bytes for entry in entries), "segments end before the tensors do")
+    _require(not tensor_bytes and not any(entry.num_bytes for entry in entries), "segments end before the tensors do")
 
 
 def name_base_model(
@@ -395,8 +396,10 @@ def _check_record(record: Record, decoded_bytes: int) -> None:
     _require(is_sized, f"a {record.codec} record of {record.num_bytes} bytes for {decoded_bytes}")
     is_cut = 0 < record.chunk_bytes <= MAX_CHUNK_BYTES
     _require(is_cut, f"chunks of {record.chunk_bytes} bytes, outside 1..{MAX_CHUNK_BYTES}")
-    wanted = HASH_BYTES * -(-record.num_bytes // record.chunk_bytes)
-    _require(len(record.hashes) == wanted, f"chunk hashes of {len(record.hashes)} bytes together, not {wanted}")
+    hashes_bytes = HASH_BYTES * -(-record.num_bytes // record.chunk_bytes)
+    _require(
+        len(record.hashes) == hashes_bytes, f"chunk hashes of {len(record.hashes)} bytes together, not {hashes_bytes}"
+    )
 
 
 def compose(steps: Sequence[Manifest]) -> Manifest:
@@ -442,11 +445,11 @@ def is_anchor_due(steps: Sequence[Manifest]) -> bool:
 def _sent_file(entry: FileEntry, steps: Sequence[Manifest]) -> FileEntry:
     """Return the entry of the newest step that sends this file, or the first step's if the file is from its base."""
     for step in reversed(steps):
-        found = next((one for one in step.files if one.name == entry.name and one.digest == entry.digest), None)
-        if found is None:
+        sent = next((one for one in step.files if one.name == entry.name and one.digest == entry.digest), None)
+        if sent is None:
             break
-        if found.record is not None or step is steps[0]:
-            return found
+        if sent.record is not None or step is steps[0]:
+            return sent
     raise PeerError("base", f"{steps[0].payload} does not lead to the file {entry.name!r}")
 
 

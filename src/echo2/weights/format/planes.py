@@ -100,8 +100,8 @@ class Reader:
 
     def raw(self, num_bytes: int) -> memoryview:
         require(num_bytes <= self._rest.nbytes, f"{self._rest.nbytes} bytes left of {num_bytes}")
-        taken, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
-        return taken
+        head, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        return head
 
     def plane(self, num_bytes: int) -> NDArray[np.uint8]:
         """Take a plane of exactly `num_bytes`. A frame that claims another size is not decompressed."""

@@ -56,8 +56,8 @@ ReadChunk = Callable[[bytes], bytes | memoryview]
 
 def chunk_bytes_for(num_bytes: int) -> int:
     """Return the size of the chunks (except the last) of a payload of `num_bytes`: a power of two, 32 KiB to 1 MiB."""
-    wanted = max(1, num_bytes // CHUNKS_AIMED_AT)
-    return min(max(MIN_CHUNK_BYTES, 1 << (wanted - 1).bit_length()), MAX_CHUNK_BYTES)
+    aim = max(1, num_bytes // CHUNKS_AIMED_AT)
+    return min(max(MIN_CHUNK_BYTES, 1 << (aim - 1).bit_length()), MAX_CHUNK_BYTES)
 
 
 def tensor_index(tensors: Mapping[str, TensorSource]) -> tuple[TensorEntry, ...]:
@@ -357,9 +357,9 @@ class Encoder:
         widths = widths_of(self._tensors, self._extents)
         targets = readers(self._target.tensors, self._extents)
         bases = repeat(None) if self._base is None else readers(self._base.tensors, self._extents)
-        mine = islice(zip(starts, targets, widths, bases, strict=False), self._share[0], None, self._share[1])
+        share = islice(zip(starts, targets, widths, bases, strict=False), self._share[0], None, self._share[1])
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="encoder") as threads:
-            for start, read_target, width, read_base in mine:
+            for start, read_target, width, read_base in share:
                 under_way.append(threads.submit(self._encode_segment, start, read_target(), width, read_base))
                 if len(under_way) > self._num_threads:
                     yield under_way.popleft().result()

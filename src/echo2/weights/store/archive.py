@@ -130,10 +130,10 @@ class Archive:
         """The snapshots that can be served, oldest first. At the start: all that are completely stored."""
         return sorted(self._retained)
 
-    def find(self, asked: SnapshotRef) -> SnapshotRef | None:
+    def find(self, name: SnapshotRef) -> SnapshotRef | None:
         """Return the retained snapshot of this name, or None. Lineage 0 means the newest lineage with this version."""
-        versions = [ref for ref in self._retained if (ref.policy, ref.version) == (asked.policy, asked.version)]
-        return max((ref for ref in versions if asked.lineage in (0, ref.lineage)), default=None)
+        versions = [ref for ref in self._retained if (ref.policy, ref.version) == (name.policy, name.version)]
+        return max((ref for ref in versions if name.lineage in (0, ref.lineage)), default=None)
 
     def payload(self, ref: SnapshotRef, base: SnapshotRef | None) -> Manifest:
         """Return the payload of `ref` for a worker that has `base`: a delta, unless the whole content is no larger.
@@ -229,7 +229,7 @@ class Archive:
         if joined is not None and not self.store.missing(joined):
             return joined
         joined = compose(self._steps(payload))
-        plain = [known for known in self._joined if known not in self._merged]
+        plain = [other for other in self._joined if other not in self._merged]
         for oldest in plain[: max(0, len(plain) - JOINED_MAX + 1)]:
             del self._joined[oldest]
             self._forgotten.add(oldest)
@@ -270,12 +270,12 @@ class Archive:
 
 def reachable(listed: Collection[Manifest]) -> set[SnapshotRef]:
     """Return the snapshots that these payloads lead to without a base."""
-    found = {manifest.ref for manifest in listed if manifest.base is None}
+    refs = {manifest.ref for manifest in listed if manifest.base is None}
     size = -1
-    while size != len(found):
-        size = len(found)
-        found |= {manifest.ref for manifest in listed if manifest.base in found}
-    return found
+    while size != len(refs):
+        size = len(refs)
+        refs |= {manifest.ref for manifest in listed if manifest.base in refs}
+    return refs
 
 
 def worth_keeping(store: ChunkStore, retained: Collection[SnapshotRef]) -> dict[PayloadId, Manifest]:

@@ -208,10 +208,10 @@ def write_at(file: int, start: int, data: bytes | memoryview) -> None:
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    left = memoryview(data)
-    while left.nbytes:
-        written = os.pwrite(file, left, start)
-        left, start = left[written:], start + written
+    rest = memoryview(data)
+    while rest.nbytes:
+        written = os.pwrite(file, rest, start)
+        rest, start = rest[written:], start + written
 
 
 def _scan(path: Path, number: int) -> Iterator[tuple[bytes, ChunkPlace]]:
@@ -329,8 +329,8 @@ class ChunkStore:
 
     def manifests(self) -> list[Manifest]:
         """Return the manifests whose chunks are all stored, oldest first; for one snapshot, without a base first."""
-        found = (self.manifest(payload) for payload in sorted(self._whole, key=_age))
-        return [manifest for manifest in found if manifest is not None]
+        manifests = (self.manifest(payload) for payload in sorted(self._whole, key=_age))
+        return [manifest for manifest in manifests if manifest is not None]
 
     def chain(self, ref: SnapshotRef, over: SnapshotRef | None = None) -> list[Manifest] | None:
         """Return the payloads that lead to `ref` from nothing, or from `over`, in the order of applying. None: no such

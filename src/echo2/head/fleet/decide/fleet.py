@@ -150,7 +150,7 @@ class Worker:
     form: str = ""
     rounds: bool = False
     width: Width | None = None
-    told: SnapshotRef | None = None
+    announced: SnapshotRef | None = None
 
     def can_check(self, form: str = "") -> bool:
         """Whether its engine can check rollouts that were drawn with weights in this form."""
@@ -163,7 +163,7 @@ class Worker:
     @property
     def receives(self) -> SnapshotRef | None:
         """The snapshot that it was told of last, while it has not installed it, nor refused to."""
-        return None if self.refused or self.told == self.installed else self.told
+        return None if self.refused or self.announced == self.installed else self.announced
 
     @property
     def detached(self) -> bool:
@@ -247,7 +247,7 @@ class Fleet:
         """Record that these workers hear of a snapshot, which they are to fetch."""
         for worker_id in worker_ids:
             if (worker := self._workers.get(worker_id)) is not None:
-                worker.told = ref
+                worker.announced = ref
 
     def load(self, worker: Worker, num_samples: int, now: float) -> None:
         worker.samples = num_samples

@@ -16,18 +16,18 @@ CONNECTIONS_MAX = 8
 
 
 class Dealing:
-    """The chunks of one request: `wanted`, not taken by a connection yet, and of these in `ready` those that are here.
-    `num_connections`: over which it came and that still send."""
+    """The chunks of one request: `remaining`, which no connection has taken yet, and of these in `ready` those that are
+    here. `num_connections`: over which it came and that still send."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
-        self.wanted = dict.fromkeys(chunks)
-        self.asked = tuple(self.wanted)
+        self.remaining = dict.fromkeys(chunks)
+        self.request = tuple(self.remaining)
         self.ready: deque[bytes] = deque()
         self.num_connections = 0
 
     def may_join(self, chunks: Iterable[bytes]) -> bool:
         """Return whether one more connection may send these: it was asked for the same, and there is room."""
-        return self.num_connections < CONNECTIONS_MAX and self.asked == tuple(chunks)
+        return self.num_connections < CONNECTIONS_MAX and self.request == tuple(chunks)
 
     def arrived(self, chunk: bytes) -> None:
         """Record that a chunk is here; once for each that is wanted."""
@@ -36,9 +36,9 @@ class Dealing:
     def take(self) -> bytes:
         """Return the next chunk for a connection that is free. No other connection gets it."""
         chunk = self.ready.popleft()
-        del self.wanted[chunk]
+        del self.remaining[chunk]
         return chunk
 
     def put_back(self, chunk: bytes) -> None:
         """Undo `take`: the chunk could not be read. It is wanted, and not here until it arrives."""
-        self.wanted[chunk] = None
+        self.remaining[chunk] = None

@@ -158,16 +158,16 @@ MAX_EARLY_ROUTES = 8
 class ChunkSource:
     """A source of chunks: a peer or the origin. Times in seconds of the worker's clock.
 
-    asked        chunks requested and not received yet
-    asked_at     when it was first asked after a pause
-    heard_at     when it last sent anything, or was first asked after a pause
-    alive_at     when it last reported that it waits for its own source
-    gap_seconds  the longest recent time between two of its chunks
+    requested     chunks requested and not received yet
+    requested_at  when chunks were first requested after a pause
+    heard_at      when it last sent anything, or chunks were first requested after a pause
+    alive_at      when it last reported that it waits for its own source
+    gap_seconds   the longest recent time between two of its chunks
     """
 
-    asked: dict[bytes, None] = field(default_factory=dict)
+    requested: dict[bytes, None] = field(default_factory=dict)
     begun_at: float = 0.0
-    asked_at: float = 0.0
+    requested_at: float = 0.0
     heard_at: float = 0.0
     chunk_at: float = 0.0
     alive_at: float = float("-inf")
@@ -187,10 +187,10 @@ class ChunkSource:
 
     def seconds_left(self, now: float) -> float:
         """Return the seconds until all requested chunks are received, at the source's rate so far."""
-        if not self.asked:
+        if not self.requested:
             return 0.0
         elapsed = now - self.begun_at
-        return len(self.asked) * elapsed / self.num_chunks if self.num_chunks else float("inf")
+        return len(self.requested) * elapsed / self.num_chunks if self.num_chunks else float("inf")
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class Fetcher(StateMachine):
         if old is not None and old.payload == event.payload:
             old.missing = missing
             for source in self.sources.values():
-                source.asked = {chunk: None for chunk in source.asked if chunk in missing}
+                source.requested = {chunk: None for chunk in source.requested if chunk in missing}
         else:
             self._end(f"{event.payload} takes its place")
             until = now + FIRST_ROUTES_SECONDS
@@ -302,9 +302,9 @@ class Fetcher(StateMachine):
         if self.download is None or source is None:
             return False
         self._chunk_at = now
-        if source.asked.pop(event.chunk, self) is self:  # requested from another source meanwhile
+        if source.requested.pop(event.chunk, self) is self:  # requested from another source meanwhile
             for other in self.sources.values():
-                other.asked.pop(event.chunk, None)
+                other.requested.pop(event.chunk, None)
         source.got(event.num_bytes, now)
         if event.source == ORIGIN:
             self._origin_failures = 0
@@ -332,8 +332,8 @@ class Fetcher(StateMachine):
         download.route(None if source in barred else source for source in event.sources)
         download.orphaned_until = now
         for name, source in self.sources.items():
-            stays = {chunk: None for chunk in source.asked if self._source_of(chunk) == name}
-            if len(stays) != len(source.asked):  # another source now serves some of its chunks
+            stays = {chunk: None for chunk in source.requested if self._source_of(chunk) == name}
+            if len(stays) != len(source.requested):  # another source now serves some of its chunks
                 self._cancel(name, "other routes")
 
     def _source_of(self, chunk: bytes) -> str | None:
@@ -341,13 +341,13 @@ class Fetcher(StateMachine):
         return self.download.sources[self.download.stripe_of[chunk]]
 
     def _cancel(self, name: str, reason: str) -> None:
-        if self.sources[name].asked:
+        if self.sources[name].requested:
             self.emit(CancelRequests, reason, source=name)
         self._drop_requests(name)
 
     def _drop_requests(self, name: str) -> None:
         if name in self.sources:
-            self.sources[name].asked = {}
+            self.sources[name].requested = {}
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -358,21 +358,21 @@ class Fetcher(StateMachine):
             return
         if None in download.sources and now >= download.orphaned_until:
             self._adopt(download)
-        if sum(len(source.asked) for source in self.sources.values()) == len(download.missing):
+        if sum(len(source.requested) for source in self.sources.values()) == len(download.missing):
             return
-        asked = {chunk for source in self.sources.values() for chunk in source.asked}
-        wanted: dict[str, list[bytes]] = {}
+        requested = {chunk for source in self.sources.values() for chunk in source.requested}
+        by_source: dict[str, list[bytes]] = {}
         for chunk in download.missing:
-            if chunk not in asked and (name := self._source_of(chunk)) is not None:
-                wanted.setdefault(name, []).append(chunk)
-        for name, chunks in wanted.items():
+            if chunk not in requested and (name := self._source_of(chunk)) is not None:
+                by_source.setdefault(name, []).append(chunk)
+        for name, chunks in by_source.items():
             if name == ORIGIN and (not self.has_origin or now < self._retry_at):
                 continue
             chunks.sort(key=download.stripe_of.__getitem__)  # peers relay the first stripes
             source = self.sources.setdefault(name, ChunkSource(begun_at=now))
-            if not source.asked:
-                source.asked_at = source.heard_at = now
-            source.asked.update(dict.fromkeys(chunks))
+            if not source.requested:
+                source.requested_at = source.heard_at = now
+            source.requested.update(dict.fromkeys(chunks))
             reason = f"{len(chunks)} chunks of {download.payload} are missing"
             self.emit(RequestChunks, reason, source=name, payload=download.payload, chunks=tuple(chunks))
 
@@ -392,9 +392,9 @@ class Fetcher(StateMachine):
 
     def _failed(self, name: str, reason: str, now: float) -> None:
         download, source = self.download, self.sources.get(name)
-        if download is None or source is None or not (source.asked or name in download.sources):
+        if download is None or source is None or not (source.requested or name in download.sources):
             return
-        source.asked = {}
+        source.requested = {}
         if name == ORIGIN:
             if reason == "missing":
                 payload = download.payload
@@ -426,7 +426,7 @@ class Fetcher(StateMachine):
         """Give up sources that are silent for too long, and report one that is much slower than the others."""
         if self.download is None:
             return
-        busy = {name: source for name, source in self.sources.items() if source.asked}
+        busy = {name: source for name, source in self.sources.items() if source.requested}
         gaps = sorted(source.gap_seconds for source in self.sources.values() if source.num_chunks > 1)
         usual_gap = gaps[len(gaps) // 2] if gaps else 0.0
         for name, source in busy.items():
@@ -442,7 +442,7 @@ class Fetcher(StateMachine):
     def _look_for_slow(self, now: float) -> None:
         peers = {name: source for name, source in self.sources.items() if name != ORIGIN}
         lefts = {
-            name: each.seconds_left(now) for name, each in peers.items() if each.asked and now >= each.slow_again_at
+            name: each.seconds_left(now) for name, each in peers.items() if each.requested and now >= each.slow_again_at
         }
         if now < self._slow_after or not lefts:
             return
@@ -454,7 +454,7 @@ class Fetcher(StateMachine):
         num_chunks = sum(other.num_chunks for other in self.sources.values())
         even = len(self.download.missing) * (now - self.download.begun_at) / num_chunks if num_chunks else 0.0
         # Connections that begin together share a link unevenly for seconds (BBR): a long download is watched longer.
-        since = max(source.begun_at, source.asked_at)
+        since = max(source.begun_at, source.requested_at)
         is_slow = now - since >= max(patience, even / 2) and lefts[name] > patience + SLOW_TIMES * even
         is_stuck = self.has_origin and now - max(since, source.chunk_at) >= STUCK_SECONDS
         if is_slow or is_stuck:

@@ -92,8 +92,8 @@ class Broadcast(StateMachine):
                 self._assigned(event)
             case ev.PayloadDropped():
                 self.plans.pop(event.payload, None)
-                left = {key: tuple(set(value) - {event.payload}) for key, value in self.held.items()}
-                self.held = {key: value for key, value in left.items() if value}
+                remaining = {key: tuple(set(value) - {event.payload}) for key, value in self.held.items()}
+                self.held = {key: value for key, value in remaining.items() if value}
             case ev.PayloadReceived():
                 self._received(event)
             case ev.SnapshotHeld():
@@ -118,16 +118,16 @@ class Broadcast(StateMachine):
         payload takes.
         """
         plan, member = self.plans.get(payload), self.members.get(worker_id)
-        taken = {} if plan is None else plan.children.get(ORIGIN, {})
-        if plan is None or member is None or member.reach == ONE_MACHINE or taken.keys() <= {worker_id}:
+        stripes = {} if plan is None else plan.children.get(ORIGIN, {})
+        if plan is None or member is None or member.reach == ONE_MACHINE or stripes.keys() <= {worker_id}:
             return None
-        near = [self.members[key] for key in taken if key in self.members]
+        near = [self.members[key] for key in stripes if key in self.members]
         downs = sorted(other.down for other in near if other.down and other.reach == member.reach)
         # The middle, for a burst after a stall measures more than the link has.
         uplink = self.options.origin_up or (downs[(len(downs) - 1) // 2] if downs else math.inf)
         if uplink > PACED_MAX:
             return None
-        return PACE * uplink * taken.get(worker_id, 1) / plan.num_stripes
+        return PACE * uplink * stripes.get(worker_id, 1) / plan.num_stripes
 
     def _up(self, worker_id: str) -> float:
         member = self.members.get(worker_id)
@@ -151,16 +151,16 @@ class Broadcast(StateMachine):
     # ---- members -----------------------------------------------------------------------------------------------------
 
     def _joined(self, event: ev.MemberJoined) -> None:
-        known = self.members.get(event.worker_id)
+        old = self.members.get(event.worker_id)
         member = Receiver(event.worker_id, event.address, event.reach)
-        if known is not None:
-            member = replace(member, up=known.up, down=known.down)
+        if old is not None:
+            member = replace(member, up=old.up, down=old.down)
         self.members[event.worker_id] = member
         self.tickets[event.worker_id] = event.ticket
         self._middle_up = None
         self._forget_pairs(event.worker_id)
-        self._reason = f"{event.worker_id} is here" if known is None else f"{event.worker_id} is back, or moved"
-        moved = known is not None and (known.address, known.reach) != (member.address, member.reach)
+        self._reason = f"{event.worker_id} is here" if old is None else f"{event.worker_id} is back, or moved"
+        moved = old is not None and (old.address, old.reach) != (member.address, member.reach)
         for plan in self.plans.values():
             if event.worker_id in plan.routes and event.worker_id not in plan.whole:
                 plan.changed[event.worker_id] = None
@@ -232,14 +232,14 @@ class Broadcast(StateMachine):
             plan.whole.update((key, None) for key, payloads in self.held.items() if event.payload in payloads)
             self._forget_old_plans()
         self._reason = f"{event.payload} is to be sent"
-        wanted = [key for key in dict.fromkeys(event.worker_ids) if key in self.members]
-        for worker_id in wanted:  # assigned anew: the worker may have lost its chunks
+        receivers = [key for key in dict.fromkeys(event.worker_ids) if key in self.members]
+        for worker_id in receivers:  # assigned anew: the worker may have lost its chunks
             if worker_id in plan.whole:
                 self._move_children(plan, worker_id)
                 del plan.whole[worker_id]
                 plan.routes.pop(worker_id, None)
             plan.changed.update({worker_id: None} if worker_id in plan.routes else {})
-        new = [worker_id for worker_id in wanted if worker_id not in plan.routes]
+        new = [worker_id for worker_id in receivers if worker_id not in plan.routes]
         if self.options.plan is None:
             for worker_id in new:
                 plan.set_route(worker_id, [ORIGIN] * plan.num_stripes)
@@ -322,7 +322,7 @@ class Broadcast(StateMachine):
             return
         is_taking = event.worker_id in plan.children.get(source, ())
         is_own = not self.tickets[event.worker_id]
-        may_accuse = event.reason == "corrupt" and (is_own or source in plan.taken.get(event.worker_id, ()))
+        may_accuse = event.reason == "corrupt" and (is_own or source in plan.past_sources.get(event.worker_id, ()))
         if source == ORIGIN or source not in self.members or not (is_taking or may_accuse):
             plan.changed[event.worker_id] = None  # not its source (any more): send the current routes again
             return
@@ -391,7 +391,7 @@ class Broadcast(StateMachine):
         for worker_id in changed:
             if worker_id not in plan.routes or worker_id in plan.whole:
                 continue
-            mine, sources = self.members[worker_id], tuple(plan.routes[worker_id])
+            member, sources = self.members[worker_id], tuple(plan.routes[worker_id])
             peers = [self.members[source] for source in dict.fromkeys(sources) if source != ORIGIN]
             self.emit(
                 do.SetRoutes,
@@ -404,4 +404,4 @@ class Broadcast(StateMachine):
             for peer in peers:
                 if not peer.address:
                     reason = f"{worker_id} can't dial it"
-                    self.emit(do.DialPeer, reason, worker_id=peer.worker_id, peer_id=worker_id, address=mine.address)
+                    self.emit(do.DialPeer, reason, worker_id=peer.worker_id, peer_id=worker_id, address=member.address)

@@ -40,7 +40,7 @@ class RoutePlan:
     whole        members that have the whole payload (they may have it from elsewhere, and then have no routes)
     unusable     sources that no member uses any more for this payload
     blamed       source -> members that gave it up
-    taken        member -> all sources that it was ever told to take stripes from
+    past_sources member -> all sources that it was ever told to take stripes from
     """
 
     payload: PayloadId
@@ -50,7 +50,7 @@ class RoutePlan:
     whole: dict[str, None] = field(default_factory=dict)
     unusable: set[str] = field(default_factory=set)
     blamed: dict[str, set[str]] = field(default_factory=dict)
-    taken: dict[str, set[str]] = field(default_factory=dict)
+    past_sources: dict[str, set[str]] = field(default_factory=dict)
     calm_until: float = 0.0
     changed: dict[str, None] = field(default_factory=dict)
     _next_place: int = 0
@@ -81,16 +81,16 @@ class RoutePlan:
         self.changed[worker_id] = None
 
     def _link(self, worker_id: str, source: str) -> None:
-        mine = self.children.setdefault(source, {})
-        mine[worker_id] = mine.get(worker_id, 0) + 1
-        self.taken.setdefault(worker_id, set()).add(source)
+        children = self.children.setdefault(source, {})
+        children[worker_id] = children.get(worker_id, 0) + 1
+        self.past_sources.setdefault(worker_id, set()).add(source)
 
     def _unlink(self, worker_id: str, source: str) -> None:
-        mine = self.children.get(source, {})
-        mine[worker_id] = mine.get(worker_id, 0) - 1
-        if mine[worker_id] <= 0:
-            del mine[worker_id]
-            if not mine:
+        children = self.children.get(source, {})
+        children[worker_id] = children.get(worker_id, 0) - 1
+        if children[worker_id] <= 0:
+            del children[worker_id]
+            if not children:
                 self.children.pop(source, None)
 
     def received(self, worker_id: str) -> None:
@@ -113,7 +113,7 @@ class RoutePlan:
         self.unusable.discard(worker_id)
         self.changed.pop(worker_id, None)
         self.blamed.pop(worker_id, None)
-        self.taken.pop(worker_id, None)
+        self.past_sources.pop(worker_id, None)
         for blamers in self.blamed.values():
             blamers.discard(worker_id)
 
@@ -178,17 +178,17 @@ class RoutePlan:
     def _place(self, child: str, stripe: int, lost: str, places: list[str], fleet: MembersView) -> str:
         member = fleet.members[child]
         barred = lost if lost in self.unusable else child  # else only this pair failed: others may relay
-        found: list[str] = []
+        places_there: list[str] = []
         for source in places:
-            mine = self.children.get(source, {})
-            is_full = len(mine) >= fleet.fan_out and child not in mine
+            children = self.children.get(source, {})
+            is_full = len(children) >= fleet.fan_out and child not in children
             if source in (lost, child) or is_full or child in self.blamed.get(source, ()):
                 continue
             other = fleet.members.get(source)
             if other is None or not can_link(other, member) or not fleet.can_serve(source, child):
                 continue
             if self.leads_to_origin(source, stripe, child, barred):
-                found.append(source)
-                if len(found) >= PLACES_COMPARED:
+                places_there.append(source)
+                if len(places_there) >= PLACES_COMPARED:
                     break
-        return min(found, key=lambda source: (self.cost(source, fleet), source)) if found else ORIGIN
+        return min(places_there, key=lambda source: (self.cost(source, fleet), source)) if places_there else ORIGIN

@@ -74,7 +74,7 @@ def mesh_shares(ups: Sequence[float], rate: float, count: int, origin_up: float 
     if moved <= 0.0:
         return shares
     less, more = moved / sum(over), moved / sum(room)
-    return [share - less * mine + more * free for share, mine, free in zip(shares, over, room, strict=True)]
+    return [share - less * excess + more * free for share, excess, free in zip(shares, over, room, strict=True)]
 
 
 def water_level(ranked: Sequence[float], supply: float) -> float:
@@ -94,12 +94,12 @@ def deal(shares: Sequence[float], num_stripes: int) -> list[int]:
     """Return the owner of each of the first stripes, as an index into `shares`, dealt in turn. If the shares add up to
     less than 1, the remaining stripes have no owner and are left out.
     """
-    given = [0] * len(shares)
+    num_owned = [0] * len(shares)
     owners: list[int] = []
     total = sum(shares)
     for stripe in range(1, round(num_stripes * min(1.0, total)) + 1):
-        owner = max(range(len(shares)), key=lambda at: (shares[at] / total * stripe - given[at], -at))
-        given[owner] += 1
+        owner = max(range(len(shares)), key=lambda at: (shares[at] / total * stripe - num_owned[at], -at))
+        num_owned[owner] += 1
         owners.append(owner)
     return owners
 
@@ -164,8 +164,8 @@ def by_reach(members: Iterable[Receiver], origin_up: float | None) -> Iterator[t
     """Yield each group of members that reach each other, in a fixed order, with its share of the origin's uplink."""
     ranked = sorted(members, key=lambda member: (member.reach, member.worker_id))
     for _, group in itertools.groupby(ranked, key=lambda member: member.reach):
-        mine = list(group)
-        yield mine, None if origin_up is None else origin_up * len(mine) / len(ranked)
+        members_there = list(group)
+        yield members_there, None if origin_up is None else origin_up * len(members_there) / len(ranked)
 
 
 def can_link(one: Receiver, other: Receiver) -> bool:
@@ -200,13 +200,13 @@ def find_pace(members: Sequence[Receiver], origin_up: float | None, weak: Abstra
         if cost <= best[0] * (1.0 + 1e-9):  # on a tie, more relays are better
             best, rate = (cost, count), common
     relays = sorted(able[: best[1]], key=lambda item: (-item[1], item[2].worker_id))
-    known = {member.worker_id for _, _, member in relays}
+    relay_ids = {member.worker_id for _, _, member in relays}
     return Pace(
         up={member.worker_id: up for member, up in zip(members, ups, strict=True)},
         down={member.worker_id: down for down, member in pairs},
         demand={member.worker_id: min(1.0, down / rate) for down, member in pairs},
         relays=tuple(member for _, _, member in relays),
-        slow=tuple(member for down, member in pairs if down * RELAY_DOWN < rate and member.worker_id not in known),
+        slow=tuple(member for down, member in pairs if down * RELAY_DOWN < rate and member.worker_id not in relay_ids),
         able=frozenset(gives),
         rate=rate,
     )
@@ -225,8 +225,8 @@ def _cost_of_slow(pairs: Sequence[tuple[float, Receiver]], gives: Mapping[str, f
 def _filled(rates: Iterable[float | None]) -> list[float]:
     """Replace unknown rates by the median of the known ones, or by 1.0 if none is known."""
     rates = list(rates)
-    known = sorted(rate for rate in rates if rate)
-    return [rate or (known[len(known) // 2] if known else 1.0) for rate in rates]
+    known_rates = sorted(rate for rate in rates if rate)
+    return [rate or (known_rates[len(known_rates) // 2] if known_rates else 1.0) for rate in rates]
 
 
 def is_blocked(one: Receiver, other: Receiver, blocked: AbstractSet[tuple[str, str]]) -> bool:
@@ -368,23 +368,27 @@ class _Trees:
         free = [(self._use(member), member.worker_id) for member in tree.placed if member.worker_id in self.pace.able]
         heapq.heapify(free)
         for member in self.pace.slow:
-            known = [key for key in self.slow_parents.get(member.worker_id, ()) if key in tree.parent]
-            parent = None if len(known) < SLOW_PARENTS else by_id[min(known, key=lambda key: self._use(by_id[key]))]
-            seen: list[tuple[float, str]] = []
-            while free and parent is None and len(seen) < SPARE_TRIES:
+            old_parents = [key for key in self.slow_parents.get(member.worker_id, ()) if key in tree.parent]
+            parent = (
+                None
+                if len(old_parents) < SLOW_PARENTS
+                else by_id[min(old_parents, key=lambda key: self._use(by_id[key]))]
+            )
+            unfit: list[tuple[float, str]] = []
+            while free and parent is None and len(unfit) < SPARE_TRIES:
                 use, worker_id = heapq.heappop(free)
                 other = by_id[worker_id]
-                seen.append((self._use(other), worker_id))
-                if use < seen[-1][0]:
-                    heapq.heappush(free, seen.pop())  # its load has grown since
+                unfit.append((self._use(other), worker_id))
+                if use < unfit[-1][0]:
+                    heapq.heappush(free, unfit.pop())  # its load has grown since
                 elif self._may_take(other, member, self.fan_out):
                     parent = other
-            if parent is None and known:
-                parent = by_id[known[0]]
+            if parent is None and old_parents:
+                parent = by_id[old_parents[0]]
             self._place(tree, member, parent)
             if parent is not None:
                 self.slow_parents.setdefault(member.worker_id, {})[parent.worker_id] = None
-            for item in seen:
+            for item in unfit:
                 heapq.heappush(free, item)
             if member.worker_id in self.pace.able:
                 heapq.heappush(free, (self._use(member), member.worker_id))
@@ -450,41 +454,41 @@ class _Trees:
     def _may_take(self, parent: Receiver, member: Receiver, most: int = 0) -> bool:
         if not can_link(parent, member) or is_blocked(parent, member, self.blocked):
             return False
-        mine = self.children[parent.worker_id]
-        return len(mine) < (most or self.most_children) or member.worker_id in mine
+        children = self.children[parent.worker_id]
+        return len(children) < (most or self.most_children) or member.worker_id in children
 
     def _spare_parent(self, member: Receiver, tree: _Tree) -> Receiver | None:
         """Return a relay of another colour that also receives this tree's stripes and has room for a child, or None."""
-        found: list[Receiver] = []
+        relays: list[Receiver] = []
         for _ in range(min(SPARE_TRIES, len(self.spare))):
             relay = self.spare[self.next_spare % len(self.spare)]
             self.next_spare += 1
             is_placed = relay != member and relay.worker_id in tree.parent
             if is_placed and self._may_take(relay, member):
-                found.append(relay)
-        if not found:
+                relays.append(relay)
+        if not relays:
             return None
-        return min(found, key=self._use)
+        return min(relays, key=self._use)
 
     def _slots(self, inner: Sequence[Receiver]) -> dict[str, int]:
         """Return the number of children of each inner node: proportional to its uplink, from 1 to `most_children`."""
         slots = dict.fromkeys((member.worker_id for member in inner), 1)
-        left = len(self.others) - 1 - len(inner)
+        num_left = len(self.others) - 1 - len(inner)
         ups = self.pace.up
         open_ids = [key for key in slots if self.most_children > 1]
-        while left > 0 and open_ids:
+        while num_left > 0 and open_ids:
             total = sum(ups[key] for key in open_ids)
-            given = 0
+            num_given = 0
             for key in open_ids:
-                more = min(self.most_children - slots[key], int(left * ups[key] / total), left - given)
+                more = min(self.most_children - slots[key], int(num_left * ups[key] / total), num_left - num_given)
                 slots[key] += more
-                given += more
-            left -= given
+                num_given += more
+            num_left -= num_given
             open_ids = [key for key in open_ids if slots[key] < self.most_children]
-            if given == 0:
-                for key in sorted(open_ids, key=lambda key: slots[key] / ups[key])[:left]:
+            if num_given == 0:
+                for key in sorted(open_ids, key=lambda key: slots[key] / ups[key])[:num_left]:
                     slots[key] += 1
-                    left -= 1
+                    num_left -= 1
                 open_ids = [key for key in open_ids if slots[key] < self.most_children]
         return slots
 

@@ -170,7 +170,7 @@ def test_rows_are_asked_about_when_their_group_arrives_and_once_in_a_step(
         client = client_of(teacher=standin.url, **PLAIN)
         groups = some_groups()
         for group in groups:
-            client.hear(group)
+            client.prepare(group)
         assert client.teachers is not None
         assert client.teachers.waits_for(groups, 60.0) == ""
         num_rows = num_questions(groups)
@@ -196,7 +196,7 @@ def test_a_row_that_the_teacher_cannot_read_is_left_out(teacher: str, client_of:
         assert "the teacher maths has 11 positions" in client.why_unfit(longer)
         assert "is none of maths" in client.why_unfit(replace(group, teaching=Teaching("code")))
         num_asked = standin.num_asked["/v1/completions"]
-        client.hear(longer)  # it is left out, so nobody hears of that
+        client.prepare(longer)  # it is left out, so nobody hears of that
         with pytest.raises(UserError, match=r"it reads 11 tokens, and a row has 12 \+ \d"):
             client.teachers.waits_for([longer], 60.0)
         assert standin.num_asked["/v1/completions"] == num_asked
@@ -393,8 +393,8 @@ def test_rows_are_not_asked_about_ahead_without_end(teacher: str, client_of: Cal
         most = (schedule.max_staleness + 2) * schedule.groups_per_step * rows
         groups = [replace(one, step=step) for step in range(most) for one in some_groups(seed=9 * step)]
         for group in groups:
-            client.hear(group)
-        asked = client.teachers._asked
+            client.prepare(group)
+        asked = client.teachers._endpoint_teachers
         assert asked is not None
         assert most <= asked.num_rows < most + max(len(one.rollouts) for one in groups)
         assert client.teachers.waits_for(groups[-1:], 60.0) == ""  # but what is trained on always is

@@ -18,14 +18,14 @@ from typing import Any
 
 from echo2.core.loop_thread import LoopThread
 from echo2.engines.tokenizer import Tokenizer
-from echo2.learner.link.teacher_endpoint import Said, TeacherEndpoint
+from echo2.learner.link.teacher_endpoint import TeacherAnswer, TeacherEndpoint
 
 #: What is asked: for which step, the teacher's name, the prompt that it reads, and the tokens after that with their
 #: mask.
 Question = tuple[int, str, "array[int]", "array[int]", bytes]
 
 
-class AskedTeachers:
+class EndpointTeachers:
     """`teachers`: endpoints by name. They begin to be greeted, with the policy's tokenizer. All methods are for any one
     thread at a time; `ask` is for any thread.
     """
@@ -33,7 +33,7 @@ class AskedTeachers:
     def __init__(self, teachers: Mapping[str, TeacherEndpoint], tokenizer: Tokenizer) -> None:
         self._teachers = teachers
         self._clocks = {name: _WorkClock() for name in teachers}
-        self._answers: dict[tuple[int, str, bytes, bytes, bytes], Future[Said]] = {}
+        self._answers: dict[tuple[int, str, bytes, bytes, bytes], Future[TeacherAnswer]] = {}
         self._guard = threading.Lock()
         self._thread = LoopThread("teachers")
         self._greeted = {name: self._thread.start(one.greet(tokenizer)) for name, one in teachers.items()}
@@ -45,13 +45,13 @@ class AskedTeachers:
         """Return how many tokens a teacher reads; None: any number, or it was not greeted yet."""
         return self._teachers[name].max_positions
 
-    def ask(self, question: Question) -> Future[Said]:
+    def ask(self, question: Question) -> Future[TeacherAnswer]:
         """Return what a teacher says of a row, now or later."""
         step, name, prompt, tokens, loss_mask = question
         key = step, name, prompt.tobytes(), tokens.tobytes(), loss_mask
         with self._guard:
             if key not in self._answers:
-                self._answers[key] = self._thread.start(self._asked(name, prompt, tokens, loss_mask))
+                self._answers[key] = self._thread.start(self._answer(name, prompt, tokens, loss_mask))
             return self._answers[key]
 
     def waits_for(self, questions: Iterable[Question], seconds: float) -> str:
@@ -94,7 +94,7 @@ class AskedTeachers:
 
         self._thread.close(last)
 
-    async def _asked(self, name: str, prompt: array[int], tokens: array[int], loss_mask: bytes) -> Said:
+    async def _answer(self, name: str, prompt: array[int], tokens: array[int], loss_mask: bytes) -> TeacherAnswer:
         await asyncio.shield(asyncio.wrap_future(self._greeted[name]))
         with self._clocks[name]:
             return await self._teachers[name].ask(prompt, tokens, loss_mask)
