@@ -12,6 +12,7 @@ import ssl
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -285,6 +286,25 @@ def test_a_server_whose_stop_is_given_up_has_stopped(identity: RunIdentity, star
     moments = 1  # by then it has begun
     while asyncio.run(scenario(moments)):
         moments += 1
+
+
+def test_a_server_whose_stop_fails_still_ends_its_connections(
+    identity: RunIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "FIRST_BYTES_SECONDS", 1000.0)
+
+    async def scenario() -> None:
+        server = GrpcServer(LOOPBACK, 0, identity, {})
+        reader, writer = await asyncio.open_connection(LOOPBACK, await server.start())
+        while not server._door._open:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with patch.object(server._server, "stop", side_effect=OSError("a bug")), pytest.raises(OSError, match="a bug"):
+            await server.stop()
+        assert await reader.read() == b""
+        writer.close()
+        await server.stop()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("port", [65_536, 10**9])
