@@ -12,7 +12,6 @@ import ssl
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -298,8 +297,14 @@ def test_a_server_whose_stop_fails_still_ends_its_connections(
         reader, writer = await asyncio.open_connection(LOOPBACK, await server.start())
         while not server._door._open:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        with patch.object(server._server, "stop", side_effect=OSError("a bug")), pytest.raises(OSError, match="a bug"):
-            await server.stop()
+
+        async def fail(grace: float) -> None:
+            raise OSError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server._server, "stop", fail)
+            with pytest.raises(OSError, match="a bug"):
+                await server.stop()
         assert await reader.read() == b""
         writer.close()
         await server.stop()

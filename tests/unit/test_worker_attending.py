@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -69,7 +68,7 @@ def test_machine_without_a_head_is_sent_to_the_doctor() -> None:
 
 @pytest.mark.parametrize("num_cancelled", [0, 1, 2])
 def test_failure_is_heard_and_all_is_closed_if_ctrl_c_comes_while_the_worker_ends_for_it(
-    num_cancelled: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    num_cancelled: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised, links_closed = list[BaseException](), list[GrpcLink]()
     close_link, close_node = GrpcLink.close, PeerNode.close
@@ -90,7 +89,9 @@ def test_failure_is_heard_and_all_is_closed_if_ctrl_c_comes_while_the_worker_end
 
         async with joined(tmp_path) as (_, member):
             asyncio.get_running_loop().set_task_factory(Strike("worker_process.py:WorkerProcess._keep_attending"))  # type: ignore[arg-type]
-            with patch.object(PeerNode, "close", closing_node), patch.object(GrpcLink, "close", closing_link):
+            with monkeypatch.context() as patch:
+                patch.setattr(PeerNode, "close", closing_node)
+                patch.setattr(GrpcLink, "close", closing_link)
                 worker = WorkerProcess(member, tmp_path / "worker", WorkerOptions(relays=False), {})
                 running = asyncio.ensure_future(worker.run())
                 await begun.wait()
