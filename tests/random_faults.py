@@ -77,6 +77,8 @@ class Faults(Strike):
     def changed(self, work: Any, name: str) -> Any:
         draws = random.Random(self._draw.random())
         fails_at = draws.randrange(STEPS_MAX) if draws.random() < self.share else -1
+        if fails_at == 0 and name.endswith("._stop"):  # a close has begun, or nobody can close a server
+            fails_at = 1
         return _Driven(work, draws, fails_at, lambda: self.made.append(name))
 
     @contextmanager

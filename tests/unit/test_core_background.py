@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 
 import pytest
 
-from echo2.core.background import Background, Shared, awaited, spawn, to_its_end, together
+from echo2.core.background import Background, Ending, Shared, awaited, spawn, to_its_end, together
 from echo2.core.errors import LinkError
 
 
@@ -187,3 +188,46 @@ def test_work_that_must_not_be_left_half_done_ends_before_its_cancelled_caller(m
         assert done == ["work"]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("last", [None, asyncio.CancelledError(), OSError("a close failed")])
+def test_the_failure_that_ends_a_process_is_heard_whatever_ends_its_block(
+    last: BaseException | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, later = ValueError("first"), ValueError("later")
+
+    async def run() -> None:
+        with Ending[str](logging.getLogger(), "what it did") as ending:
+            ending.fail(first)
+            ending.tell("too late")
+            ending.fail(LinkError("expected"))
+            ending.fail(later)
+            try:
+                await ending.told
+            finally:
+                if last is not None:
+                    raise last
+
+    with pytest.raises(BaseException) as raised:
+        asyncio.run(run())
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert logged == ([later] if last is None else [later, first])
+    assert isinstance(raised.value, ValueError if last is None else type(last))
+
+
+def test_a_process_that_ends_by_itself_logs_nothing_and_what_fails_after_it_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failure = ValueError("after")
+
+    async def run() -> str:
+        with Ending[str](logging.getLogger(), "what it did") as ending:
+            ending.tell("the run is over")
+        with Ending[str](logging.getLogger(), "what it did") as given_up:
+            pass
+        assert caplog.records == []
+        given_up.fail(failure)
+        return await ending.told
+
+    assert asyncio.run(run()) == "the run is over"
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [failure]

@@ -277,7 +277,8 @@ def fleet(draw: random.Random) -> None:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind(server._settings.address)
         assert not server._machines
-        assert faults.done >= {"GrpcServer.stop", "Distribution.close"}
+        is_struck = any(name.endswith("Server._stop") for name in faults.made)  # within its stop, which is heard
+        assert faults.done >= {"Distribution.close"} | (set() if is_struck else {"GrpcServer.stop"})
 
     closes = [(GrpcServer, "stop"), (Distribution, "close"), (JoinedMachine, "lose")]
     with directory() as path, Told() as told, faults.in_calls(closes, before=False):

@@ -287,6 +287,31 @@ def test_a_server_whose_stop_is_given_up_has_stopped(identity: RunIdentity, star
         moments += 1
 
 
+def test_a_server_whose_stop_fails_still_ends_its_connections(
+    identity: RunIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "FIRST_BYTES_SECONDS", 1000.0)
+
+    async def scenario() -> None:
+        server = GrpcServer(LOOPBACK, 0, identity, {})
+        reader, writer = await asyncio.open_connection(LOOPBACK, await server.start())
+        while not server._door._open:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        async def fail(grace: float) -> None:
+            raise OSError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server._server, "stop", fail)
+            with pytest.raises(OSError, match="a bug"):
+                await server.stop()
+        assert await reader.read() == b""
+        writer.close()
+        await server.stop()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("port", [65_536, 10**9])
 def test_invalid_port(identity: RunIdentity, port: int) -> None:
     async def scenario() -> None:

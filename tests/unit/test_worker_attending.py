@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.grpc_link import attended
+from echo2.transport.grpc_link import GrpcLink, attended
+from echo2.weights.broadcast.peer import PeerNode
+from echo2.worker.worker_process import WorkerOptions, WorkerProcess
 from memory_links import MemoryLink
+from random_faults import WORDS, Strike
+from test_worker_weights import joined
 
 WORKER = Peer("w-0123456789", "worker")
 
@@ -59,3 +64,44 @@ def test_machine_without_a_head_is_sent_to_the_doctor() -> None:
 
     with pytest.raises(LinkError, match=r"^No head for 0 s: Attend: the link is cut\. `echo2 doctor @TICKET`"):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_cancelled", [0, 1, 2])
+def test_failure_is_heard_and_all_is_closed_if_ctrl_c_comes_while_the_worker_ends_for_it(
+    num_cancelled: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised, links_closed = list[BaseException](), list[GrpcLink]()
+    close_link, close_node = GrpcLink.close, PeerNode.close
+
+    async def closing_link(link: GrpcLink) -> None:
+        await close_link(link)
+        links_closed.append(link)
+
+    async def scenario() -> None:
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def closing_node(node: PeerNode) -> None:
+            begun.set()
+            try:
+                await goes_on.wait()
+            finally:
+                await close_node(node)
+
+        async with joined(tmp_path) as (_, member):
+            asyncio.get_running_loop().set_task_factory(Strike("worker_process.py:WorkerProcess._keep_attending"))  # type: ignore[arg-type]
+            with monkeypatch.context() as patch:
+                patch.setattr(PeerNode, "close", closing_node)
+                patch.setattr(GrpcLink, "close", closing_link)
+                worker = WorkerProcess(member, tmp_path / "worker", WorkerOptions(relays=False), {})
+                running = asyncio.ensure_future(worker.run())
+                await begun.wait()
+                for _ in range(num_cancelled):
+                    running.cancel()
+                    await asyncio.sleep(0)
+                goes_on.set()
+                raised.extend(one for one in await asyncio.gather(running, return_exceptions=True) if one)  # type: ignore[misc]
+            assert links_closed
+
+    asyncio.run(scenario())
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert sum(WORDS in repr(error) for error in [*raised, *logged]) == 1

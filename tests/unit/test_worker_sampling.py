@@ -27,11 +27,11 @@ def assignment(lease_id: int, samples: int = 4, max_tokens: int = 50, **more: An
 class Bench:
     """A sampler with the fake engine, and what it told."""
 
-    def __init__(self, before: Any = lambda step: None, slots: int = 8) -> None:
+    def __init__(self, before: Any = lambda step: None, slots: int = 8, **environments: Any) -> None:
         self.engine, _ = hooked("fake", before, SNAPSHOT, slots)
         self.events: list[ev.Event] = []
         self.errors: list[BaseException] = []
-        self.sampler = LeaseSampler(self.engine, "w1", {}, self.events.append, self.errors.append)
+        self.sampler = LeaseSampler(self.engine, "w1", environments, self.events.append, self.errors.append)
         self.sampler.tokenizer = load_tokenizer(SNAPSHOT.files)
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -153,5 +153,27 @@ def test_a_unit_goes_on_when_one_of_its_leases_is_aborted_before_the_start() -> 
         bench.sampler.abort(1)
         await until(lambda: bench.of(ev.GroupProduced) == [2])
         await bench.sampler.close()
+
+    scenario(story)
+
+
+def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
+    closed: list[str] = []
+
+    class Failing:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def close(self) -> None:
+            closed.append(self.name)
+            raise OSError(self.name)
+
+    async def story() -> None:
+        bench = Bench(one=Failing("one"), other=Failing("other"))
+        with pytest.raises(OSError, match=r"one|other"):
+            await bench.sampler.close()
+        assert sorted(closed) == ["one", "other"]
+        with pytest.raises(UserError, match="closed"):
+            await bench.engine.update_weights(SNAPSHOT)
 
     scenario(story)

@@ -9,6 +9,7 @@ A bare task reports its failure only when it is garbage-collected, if at all, an
     to_its_end(work)        work that a cancelled caller still awaits
     together()              several such works, of which the first error ends the others
     Shared(make)            values that are made once, for all that ask for them
+    Ending(log, doing)      the first result or failure of a process, which ends it
 """
 
 from __future__ import annotations
@@ -140,6 +141,37 @@ class Shared(Generic[K, T]):
     def drop(self, key: K) -> None:
         """Forget a value."""
         self._works.pop(key, None)
+
+
+class Ending(Generic[T]):
+    """What ends a process: the first result or failure that it is told, the value of `told`. What fails later is
+    logged, and so is that first failure if the block ends with something else: Ctrl-C, or a close that fails, came
+    while the process ended for it. For one event loop.
+    """
+
+    def __init__(self, log: logging.Logger, doing: str) -> None:
+        self.told: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._log_failure = unforeseen(log, doing)
+
+    def tell(self, result: T) -> None:
+        if not self.told.done():
+            self.told.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if self.told.done():
+            self._log_failure(error)
+        else:
+            self.told.set_exception(error)
+
+    def __enter__(self) -> Ending[T]:
+        return self
+
+    def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
+        if self.told.cancel() or self.told.cancelled():
+            return
+        failure = self.told.exception()
+        if failure is not None and failure is not raised:
+            self._log_failure(failure)
 
 
 class Background:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
@@ -94,6 +95,7 @@ class HarnessEnvironment:
 
     async def close(self) -> None:
         """Stop the harness and the endpoint."""
-        await self._harness.close()
-        await self._endpoint.close()
-        self._folder.cleanup()
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            closing.callback(self._folder.cleanup)
+            closing.push_async_callback(self._endpoint.close)
+            closing.push_async_callback(self._harness.close)

@@ -89,8 +89,10 @@ class PeerServer:
 
     async def _stop(self) -> None:
         self._door.shut()
-        await self._server.stop(grace=GRACE_SECONDS)
-        await self._door.close()
+        try:
+            await self._server.stop(grace=GRACE_SECONDS)
+        finally:
+            await self._door.close()
 
     def _parties(self, peer: Peer) -> tuple[Party, ...]:
         """The parties whose budgets a call of this peer counts against; its own first."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -154,9 +154,10 @@ class LeaseSampler:
         self._dispatch = lambda event: None
         for task in self._tasks.values():
             task.cancel()
-        for environment in self._environments.values():
-            await environment.close()
-        await self.engine.close()
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            closing.push_async_callback(self.engine.close)
+            for environment in self._environments.values():
+                closing.push_async_callback(environment.close)
 
     def _begin(self, assignment: Assignment, lockstep: Lockstep | None) -> None:
         if self._busy_since is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.config.values import AUTO, NO_SLOT_LIMIT, SERVERS, ServerPlace
-from echo2.core.background import Background, unforeseen
+from echo2.core.background import Background, Ending
 from echo2.core.clock import Clock
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
@@ -106,8 +106,9 @@ class WorkerProcess:
         self._worker_id, self._options, self._environments = member.peer_id, options, environments
         self._directory = directory
         self._link, self._clock = member.link(), Clock()
+        self._ending = Ending[str](log, "what the worker did")
         receive = partial(WeightsReceiver, member, self._link, directory, options.listen, options.relays)
-        self._weights = WorkerWeights(receive, self._dispatch, self._give_up, own_base)
+        self._weights = WorkerWeights(receive, self._dispatch, self._ending.fail, own_base)
         self._sampling: _Sampling | None = None  # from the run's first settings on
         self._servers = (
             servers_here(options.device, options.engine_python, options.engine_url) if options.engine == AUTO else ()
@@ -117,9 +118,7 @@ class WorkerProcess:
         self._pause_seconds = 0.0
         self._delivered = Delivered(options.price_usd_per_hour)
         self._loop = asyncio.get_running_loop()
-        self._background = Background(self._give_up)
-        self._stopped: asyncio.Future[str] = self._loop.create_future()
-        self._log_failure = unforeseen(log, "what the worker did while it ended")
+        self._background = Background(self._ending.fail)
         self._wake: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
         self._heartbeat_seconds = 0.0  # the head says it
@@ -131,40 +130,46 @@ class WorkerProcess:
             LinkError: the head was away for longer than `patience_seconds`.
             UserError: the engine can't run this model, the disk is full, or the address to listen on is unavailable.
         """
-        await self._weights.start()
-        attending: asyncio.Future[Any] = self._background.spawn(
-            attended_at_home(self._keep_attending, self._step_back, self._background, measurements())
-            if self._options.at_home
-            else self._keep_attending()
-        )
-        stopped: asyncio.Future[Any] = self._stopped
-        try:
-            await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if attending.done() and not self._stopped.done():
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            closing.enter_context(self._ending)
+            closing.push_async_callback(self._link.close)
+            closing.push_async_callback(self._weights.close)
+            await self._weights.start()
+            closing.push_async_callback(self._close_sampler)
+            closing.callback(self._background.cancel)
+            closing.callback(self._ending.told.cancel)  # what fails from now on is logged
+            closing.push_async_callback(self._leave_if_ended)
+            attending: asyncio.Future[Any] = self._background.spawn(
+                attended_at_home(self._keep_attending, self._step_back, self._background, measurements())
+                if self._options.at_home
+                else self._keep_attending()
+            )
+            told: asyncio.Future[Any] = self._ending.told
+            await asyncio.wait({attending, told}, return_when=asyncio.FIRST_COMPLETED)
+            if attending.done() and not told.done():
                 attending.result()
-            return self._stopped.result()
-        finally:
-            if not self._stopped.done() and self._sampling is not None and self._sampling.scheduler.connected:
-                await self._leave()  # the owner ends this worker
-            self._stopped.cancel()  # what fails from now on is logged
-            self._background.cancel()
-            log.info("%s", self._delivered)
-            async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
-                closing.push_async_callback(self._link.close)
-                closing.push_async_callback(self._weights.close)
-                if self._sampling is not None:
-                    closing.push_async_callback(self._sampling.sampler.close)
+            return await self._ending.told
+
+    async def _leave_if_ended(self) -> None:
+        """Leave if it is the owner who ends this worker."""
+        log.info("%s", self._delivered)
+        if not self._ending.told.done() and self._sampling is not None and self._sampling.scheduler.connected:
+            await self._leave()
+
+    async def _close_sampler(self) -> None:
+        if self._sampling is not None:
+            await self._sampling.sampler.close()
 
     # ---- events and commands -------------------------------------------------------------------------------------
 
     def _dispatch(self, event: ev.Event) -> None:
-        if self._sampling is None or self._stopped.done():
+        if self._sampling is None or self._ending.told.done():
             return
         try:
             for command in self._sampling.scheduler.handle(event, self._clock.now()):
                 self._carry_out(command, self._sampling.sampler)
         except Exception as error:  # timers and callbacks call this too; their exceptions would only be logged
-            self._give_up(error)
+            self._ending.fail(error)
 
     def _carry_out(self, command: do.Command, sampler: LeaseSampler) -> None:
         match command:
@@ -192,16 +197,6 @@ class WorkerProcess:
                 self._wake_at(command)
             case _:
                 raise InvariantError(f"a worker does not know {command}")
-
-    def _give_up(self, error: BaseException) -> None:
-        if not self._stopped.done():
-            self._stopped.set_exception(error)
-        else:
-            self._log_failure(error)
-
-    def _stop(self, reason: str) -> None:
-        if not self._stopped.done():
-            self._stopped.set_result(reason)
 
     def _wake_at(self, command: do.WakeAt) -> None:
         if self._wake is not None:
@@ -293,7 +288,7 @@ class WorkerProcess:
             self._worker_id,
             self._environments,
             self._dispatch,
-            self._give_up,
+            self._ending.fail,
             device=options.device,
             card=options.card,
             name=name,
@@ -343,7 +338,7 @@ class WorkerProcess:
             if self._sampling is not None:
                 self._background.spawn(self._check(self._sampling.sampler, order.check))
         elif order.HasField("stop"):
-            self._stop(order.stop.reason)
+            self._ending.tell(order.stop.reason)
         else:
             self._weights.node.obey(order)
 

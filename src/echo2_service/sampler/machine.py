@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
-from echo2.core.background import Shared, spawn, unforeseen
+from echo2.core.background import Ending, Shared, spawn
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError, counted
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
@@ -139,10 +139,9 @@ class SamplerMachine:
 
     def __init__(self, member: Membership, directory: Path, options: WorkerOptions, own_base: Snapshot | None) -> None:
         self._options, self._link = options, member.link()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._log_failure = unforeseen(log, "what the machine did while it ended")
+        self._ending = Ending[None](log, "what the machine did")
         receive = partial(WeightsReceiver, member, self._link, directory, options.listen, options.relays)
-        self._weights = FetchedWeights(receive, directory / "contents", self._fail, own_base)
+        self._weights = FetchedWeights(receive, directory / "contents", self._ending.fail, own_base)
         self._slots = options.slots or SLOTS
         self._bases = Shared(self._load)
         self._calls = SampleCalls(self._bases.get, self._queue_answer)
@@ -160,16 +159,16 @@ class SamplerMachine:
             UserError: the address can't be listened on, or the disk is full.
         """
         async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            closing.enter_context(self._ending)
             closing.push_async_callback(self._link.close)
             closing.push_async_callback(self._weights.node.close)
             self._port = await self._weights.node.start()
             closing.push_async_callback(self._close_samplers)
             closing.callback(self._disconnected)
-            attending = spawn(self._attend(), self._fail)
+            attending = spawn(self._attend(), self._ending.fail)
             closing.callback(attending.cancel)
-            closing.push(self._ended)
-            done, _ = await asyncio.wait({attending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
+            await asyncio.wait({attending, self._ending.told}, return_when=asyncio.FIRST_COMPLETED)
+            await (self._ending.told if self._ending.told.done() else attending)
             raise InvariantError("a machine attends for ever, or fails")
 
     async def _close_samplers(self) -> None:
@@ -183,7 +182,7 @@ class SamplerMachine:
             async for order in orders:
                 if order.HasField("settings"):
                     log.info("the service %s has taken this machine in", order.settings.run_id)
-                    self._beating = spawn(self._beat(order.settings.heartbeat_seconds), self._fail)
+                    self._beating = spawn(self._beat(order.settings.heartbeat_seconds), self._ending.fail)
                     self._weights.node.connected()
                 elif order.HasField("sample"):
                     self._take(order.sample)
@@ -219,17 +218,6 @@ class SamplerMachine:
         self._answers.clear()
         self._calls.drop_all()
         self._weights.node.disconnected()
-
-    def _ended(self, _: object, raised: BaseException | None, __: object) -> None:
-        """Log what has failed and is not raised, and from now on what fails while this machine ends."""
-        if not self._failed.cancel() and (failure := self._failed.exception()) is not None and failure is not raised:
-            self._log_failure(failure)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
-        else:
-            self._log_failure(error)
 
     async def _beat(self, heartbeat_seconds: float) -> None:
         node = self._weights.node
@@ -273,7 +261,7 @@ class SamplerMachine:
             data = encode(Answer(answer.number, fault=f"an answer of {len(data)} bytes", is_ours=True))
         self._answers.append(data)
         if self._sending is None or self._sending.done():
-            self._sending = spawn(self._send(), self._fail)
+            self._sending = spawn(self._send(), self._ending.fail)
 
     async def _send(self) -> None:
         while self._answers:
