@@ -4,10 +4,10 @@ groups, and cheats (of llama.cpp's engines).
 
     make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 1]'
     make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts speed,honest'    # on a Mac
-    make bench-rounded_weights ARGS='--parts alarms --groups 1000 --minutes 60'
+    make bench-rounded_weights ARGS='--parts alarms --groups 1000 --cheats 128 --minutes 60 [--dtype bfloat16]'
 
-The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until one is found
-where 1, 2 or 5 % are checked: as many groups as the minutes allow.
+The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until the head finds
+one where 1, 2 or 5 % are checked: as many groups as the minutes allow. `compact` and `mlx` may be among its engines.
 
 Needs `pip install 'echo2[llamacpp]'`, or `'echo2[mlx]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are
 checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
@@ -50,6 +50,7 @@ from echo2.core.types import (
 )
 from echo2.engines.engine import Completion, SampleRequest
 from echo2.engines.registry import make_engine
+from echo2.head.strangers.decide.trust import SURPRISE_MAX, Trust
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Verdict, check_group
 
@@ -64,13 +65,15 @@ ASKED = (
 )
 #: Groups of `alarms` that are sampled together; shares of a worker's groups that the head has checked.
 TOGETHER, SHARES = 8, (0.01, 0.02, 0.05)
+HONEST = "honest"
 FIELDS = ("worst_interval", "typical_interval", "worst_logprob", "mean_logprob", "surprise")
 
 
-def snapshot(model: Path, version: int = 1) -> Snapshot:
-    """A model directory, whose tensors are read from the file as on a worker."""
+def snapshot(model: Path, version: int = 1, dtype: str = "") -> Snapshot:
+    """A model directory, whose tensors are read from the file as on a worker. `dtype`: another one than the file's."""
+    kind = getattr(torch, dtype) if dtype else None
     with safe_open(model / "model.safetensors", "pt") as file:
-        tensors = {name: _stored(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: _stored(file.get_tensor(name).to(kind)) for name in file.keys()}  # noqa: SIM118
     files = {one.name: one.read_bytes() for one in model.iterdir() if one.suffix == ".json"}
     return Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, files)
 
@@ -198,60 +201,88 @@ async def cheats(model: Path, num_groups: int) -> list[dict[str, Any]]:
     return rows
 
 
-async def alarms(model: Path, most: int, minutes: float, forms: Mapping[str, str], device: str) -> list[dict[str, Any]]:
-    """Of honest groups of each form, and of cheats in its name, how many the check finds. Each gets groups in turn,
-    until there are `most` of each or the minutes are over."""
-    held, texts = snapshot(model), prompts(model)
+async def alarms(model: Path, options: argparse.Namespace, forms: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Of honest groups of each form, and of cheats in its name, how many the check finds. Each form gets groups in
+    turn, until it has `groups` honest ones or the minutes are over; `cheats` of each cheat."""
+    held, texts = snapshot(model, dtype=options.dtype), prompts(model)
     checker: Any = make_engine("compact", "cpu", 32)
     await checker.update_weights(held)
-    counts: dict[tuple[str, str], list[int]] = {}
-    ends, number = time.monotonic() + 60 * minutes, 100_000
-    while time.monotonic() < ends and any(of[0] < most for of in counts.values() or [[0]]):
+    counts: dict[tuple[str, str], Found] = {}
+    ends, number = time.monotonic() + 60 * options.minutes, 100_000
+    while time.monotonic() < ends and any(
+        counts.get((name, HONEST), Found()).groups < options.groups for name in forms
+    ):
         for name, form in forms.items():
+            if counts.get((name, HONEST), Found()).groups >= options.groups:
+                continue
             asked = [leased(texts[at % len(texts)], at) for at in range(number, number + TOGETHER)]
-            for what, groups in (await variants(name, held, asked, device)).items():
-                of = counts.setdefault((form, what), [0, 0, 0])
-                verdicts = await judged(checker, asked, groups, form)
-                of[0] += len(verdicts)
-                of[1] += sum(bool(one.fault) for one in verdicts)
-                of[2] += sum(one.num_tokens for one in verdicts)
+            groups_by_kind = {HONEST: await groups_of(name, held, asked, options.device)}
+            if counts.get((name, HONEST), Found()).groups < options.cheats:
+                groups_by_kind |= await lies(name, held, asked, groups_by_kind[HONEST], options.device)
+            for what, groups in groups_by_kind.items():
+                of = counts.setdefault((name, what), Found())
+                for verdict in await judged(checker, asked, groups, form):
+                    of.add(verdict)
             number += TOGETHER
-            print({f"{form}, {what}": of for (form, what), of in counts.items()}, flush=True)
-    return [{"says": form, "what": what, **_caught(*of)} for (form, what), of in counts.items()]
+            print({", ".join(key): (of.groups, of.alone, of.together) for key, of in counts.items()}, flush=True)
+    return [{"engine": name, "says": forms[name], "what": what, **of.row()} for (name, what), of in counts.items()]
 
 
-async def variants(
-    name: str, held: Snapshot, asked: Sequence[Assignment], device: str
+class Found:
+    """What the checks of one ticket come to: each group alone, or, as the head judges it, together with the groups that
+    were checked before (`Trust.with_tokens`)."""
+
+    def __init__(self) -> None:
+        self.groups, self.alone, self.together, self.tokens, self.worst, self.trust = 0, 0, 0, 0, 0.0, Trust()
+
+    def add(self, verdict: Verdict) -> None:
+        trust = self.trust.with_tokens(verdict.num_tokens, verdict.surprise, verdict.variance)
+        is_found = bool(verdict.fault) or abs(trust.deviations) > SURPRISE_MAX
+        self.worst = max(self.worst, abs(trust.deviations))
+        self.trust = Trust() if is_found else trust
+        self.groups, self.tokens = self.groups + 1, self.tokens + verdict.num_tokens
+        self.alone, self.together = self.alone + bool(verdict.fault), self.together + is_found
+
+    def row(self) -> dict[str, Any]:
+        """Groups found faulty, alone and as the head judges them; of none the share that would show none in 1 of 20
+        tries (3 / n), else the mean number of groups until the head finds one, by the share that is checked."""
+        found = {"groups": self.groups, "tokens": self.tokens, "found_alone": self.alone, "found": self.together}
+        found |= {"most_deviations": self.worst}
+        if not self.together:
+            return {**found, "share_at_most": min(1.0, 3 / max(1, self.groups))}
+        return {**found, "groups_until": {str(share): self.groups / (share * self.together) for share in SHARES}}
+
+
+async def lies(
+    name: str, held: Snapshot, asked: Sequence[Assignment], honest: Sequence[RolloutGroup], device: str
 ) -> dict[str, Sequence[RolloutGroup]]:
-    """Groups of an honest worker, and of cheats that say that they are of this engine."""
-    coarser = {"llamacpp-q8_0": "llamacpp-q4_0", "mlx-q8": "mlx-q4"}.get(name, "compact")
+    """Groups of cheats that say that they are of this engine. `honest`: what it samples."""
+    coarser = {"llamacpp-q8_0": "llamacpp-q4_0", "mlx-q8": "mlx-q4", "compact": "llamacpp-q8_0", "mlx": "mlx-q8"}
+    other = coarser.get(name, "compact")
     changed: dict[str, dict[str, Any]] = {"temperature .9": {"temperature": 0.9}, "top-p .9": {"top_p": 0.9}}
-    found = {"honest": await groups_of(name, held, asked, device)}
-    found[f"of {coarser}"] = await groups_of(coarser, held, asked, device)
+    found: dict[str, Sequence[RolloutGroup]] = {f"weights of {other}": await groups_of(other, held, asked, device)}
     for what, params in changed.items():
-        found[what] = await groups_of(
-            name, held, [replace(one, params=replace(one.params, **params)) for one in asked], device
-        )
+        said = [replace(one, params=replace(one.params, **params)) for one in asked]
+        found[what] = await groups_of(name, held, said, device)
     strange = [replace(one, lease=replace(one.lease, seed=one.lease.seed ^ 12345)) for one in asked]
-    pairs = zip(found["honest"], await groups_of(name, held, strange, device), strict=True)
+    again = await groups_of(name, held, strange, device)
     found["one rollout of another seed"] = [
-        replace(one, rollouts=(other.rollouts[0], *one.rollouts[1:])) for one, other in pairs
+        replace(one, rollouts=(other.rollouts[0], *one.rollouts[1:])) for one, other in zip(honest, again, strict=True)
     ]
-    plain = {what: [_hidden(group) for group in groups] for what, groups in found.items()}
-    return {**plain, "honest": found["honest"]}
+    found["the likelier of two"] = [
+        replace(one, rollouts=tuple(map(_likelier, one.rollouts, other.rollouts)))
+        for one, other in zip(honest, again, strict=True)
+    ]
+    return {what: [_hidden(group) for group in groups] for what, groups in found.items()}
+
+
+def _likelier(one: Any, other: Any) -> Any:
+    """Best of two, where a liar takes a rollout's probability for its reward."""
+    return max(one, other, key=lambda each: sum(each.logprobs))
 
 
 def _hidden(group: RolloutGroup) -> RolloutGroup:
     return replace(group, rollouts=tuple(_plain(each) for each in group.rollouts))
-
-
-def _caught(groups: int, faulty: int, tokens: int) -> dict[str, Any]:
-    """Groups found faulty, the highest share that would show so few in 1 of 20 tries (3 / n of none), and the mean
-    number of groups until one is found by share of groups that are checked."""
-    found: dict[str, Any] = {"groups": groups, "faulty": faulty, "tokens": tokens}
-    if not faulty:
-        return {**found, "share_at_most": min(1.0, 3 / max(1, groups))}
-    return {**found, "groups_until": {str(share): groups / (share * faulty) for share in SHARES}}
 
 
 def _plain(rollout: Any) -> Any:
@@ -264,7 +295,9 @@ def main() -> None:
     parser.add_argument("--model", type=there, default=Path("outputs/models/smollm2"))
     parser.add_argument("--parts", default="speed,honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--cheats", type=int, default=64, help="groups of each cheat (alarms)")
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), help="of the snapshot (alarms)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engines", default=",".join(LLAMACPP_FORMS))
     parser.add_argument("--device", default="cpu")
@@ -289,8 +322,7 @@ def main() -> None:
     if "cheats" in options.parts:
         figures["cheats"] = asyncio.run(cheats(options.model, max(1, options.groups // 4)))
     if "alarms" in options.parts:
-        found = alarms(options.model, options.groups, options.minutes, forms, options.device)
-        figures["alarms"] = asyncio.run(found)
+        figures["alarms"] = asyncio.run(alarms(options.model, options, forms))
         print(json.dumps(figures["alarms"], indent=1), flush=True)
     print("saved to", save("rounded_weights", figures, options.out))
 
