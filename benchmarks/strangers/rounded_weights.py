@@ -1,9 +1,8 @@
-"""The engines `llamacpp-*`, or `mlx*`, on a pretrained model: speed, memory, seconds to install a version, how far
-their logprobs are from the published weights', and what the check of strangers makes of them: distances of honest
-groups, and cheats (of llama.cpp's engines).
+"""What the check of strangers makes of the engines `llamacpp-*`, or `mlx*`, on a pretrained model: distances of honest
+groups, and cheats (of llama.cpp's engines). Their speed: `engine_speed.py`.
 
-    make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 1]'
-    make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts speed,honest'    # on a Mac
+    make bench-rounded_weights ARGS='[--model DIR] [--parts honest,cheats] [--groups 64] [--threads 1]'
+    make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts honest'    # on a Mac
     make bench-rounded_weights ARGS='--parts alarms --groups 1000 --cheats 128 --minutes 60 [--dtype bfloat16]'
 
 The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until the head finds
@@ -11,7 +10,7 @@ one where 1, 2 or 5 % are checked: as many groups as the minutes allow. `compact
 
 Needs `pip install 'echo2[llamacpp]'`, or `'echo2[mlx]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are
 checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
-With `--device auto`, an engine may use a GPU, and seconds are a clock's; else they are the processor's.
+With `--device auto`, an engine may use a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ import argparse
 import asyncio
 import json
 import random
-import resource
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -31,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import child_environment, output_of, quantile, save, there
+from recording import quantile, save, there
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -48,13 +45,12 @@ from echo2.core.types import (
     SnapshotRef,
     StoredTensor,
 )
-from echo2.engines.engine import Completion, SampleRequest
 from echo2.engines.registry import make_engine
 from echo2.head.strangers.decide.trust import SURPRISE_MAX, Trust
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Verdict, check_group
 
-ROLLOUTS, TOKENS, SLOTS = 8, 48, (1, 8, 32)
+ROLLOUTS, TOKENS = 8, 48
 ANIMALS = ("a cat", "an old dog", "the moon", "two ships", "my neighbour", "rain", "a small town", "the last train")
 ASKED = (
     "Write a story about",
@@ -109,35 +105,6 @@ async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment], devi
 
 async def judged(checker: Any, asked: Sequence[Assignment], groups: Sequence[RolloutGroup], form: str) -> list[Verdict]:
     return [await check_group(checker, checker.installed, *pair, form=form) for pair in zip(asked, groups, strict=True)]
-
-
-# ---- speed -----------------------------------------------------------------------------------------------------------
-
-
-async def speed(name: str, model: Path, device: str) -> dict[str, Any]:
-    """One engine, in a process of its own. Seconds are the processor's: with one thread, others do not disturb them."""
-    held, texts = snapshot(model), prompts(model)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    engine, row = make_engine(name, device, max(SLOTS)), dict[str, Any]()
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    started = clock()
-    await engine.update_weights(held)
-    row["install_seconds"] = clock() - started
-    for slots in SLOTS:
-        asked = [SampleRequest(texts[at % len(texts)], 7, at, SamplingParams(max_tokens=TOKENS)) for at in range(slots)]
-        started = clock()
-        found = await asyncio.gather(*map(engine.submit, asked))
-        seconds = clock() - started
-        row[f"tokens_per_second_{slots}"] = (
-            sum(len(one.tokens) for one in found if isinstance(one, Completion)) / seconds
-        )
-    started = clock()
-    await engine.update_weights(replace(held, ref=replace(held.ref, version=2)))
-    row["install_next_seconds"] = clock() - started
-    row["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    row["memory_before_mb"] = before
-    await engine.close()
-    return row
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -216,7 +183,8 @@ async def alarms(model: Path, options: argparse.Namespace, forms: Mapping[str, s
             if counts.get((name, HONEST), Found()).groups >= options.groups:
                 continue
             asked = [leased(texts[at % len(texts)], at) for at in range(number, number + TOGETHER)]
-            groups_by_kind = {HONEST: await groups_of(name, held, asked, options.device)}
+            groups_by_kind: dict[str, Sequence[RolloutGroup]] = {}
+            groups_by_kind[HONEST] = await groups_of(name, held, asked, options.device)
             if counts.get((name, HONEST), Found()).groups < options.cheats:
                 groups_by_kind |= await lies(name, held, asked, groups_by_kind[HONEST], options.device)
             for what, groups in groups_by_kind.items():
@@ -246,7 +214,12 @@ class Found:
     def row(self) -> dict[str, Any]:
         """Groups found faulty, alone and as the head judges them; of none the share that would show none in 1 of 20
         tries (3 / n), else the mean number of groups until the head finds one, by the share that is checked."""
-        found = {"groups": self.groups, "tokens": self.tokens, "found_alone": self.alone, "found": self.together}
+        found: dict[str, Any] = {
+            "groups": self.groups,
+            "tokens": self.tokens,
+            "found_alone": self.alone,
+            "found": self.together,
+        }
         found |= {"most_deviations": self.worst}
         if not self.together:
             return {**found, "share_at_most": min(1.0, 3 / max(1, self.groups))}
@@ -293,7 +266,7 @@ def _plain(rollout: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=there, default=Path("outputs/models/smollm2"))
-    parser.add_argument("--parts", default="speed,honest,cheats")
+    parser.add_argument("--parts", default="honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--cheats", type=int, default=64, help="groups of each cheat (alarms)")
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -301,22 +274,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engines", default=",".join(LLAMACPP_FORMS))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--engine", help="measure the speed of this one, and print it")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.engine:
-        print(json.dumps(asyncio.run(speed(options.engine, options.model, options.device))))
-        return
     figures: dict[str, Any] = {"model": options.model.name, "threads": options.threads, "device": options.device}
     forms = {name: FORMS.get(name, "") for name in options.engines.split(",")}
-    if "speed" in options.parts:
-        for name in ("compact", *forms):
-            command = [sys.executable, __file__, "--model", options.model, "--engine", name, "--threads"]
-            command = [*map(str, command), str(options.threads), "--device", options.device]
-            told = output_of(command, env=child_environment())
-            figures.setdefault("speed", {})[name] = json.loads(told.splitlines()[-1])
-            print(name, figures["speed"][name], flush=True)
     if "honest" in options.parts:
         figures["honest"] = asyncio.run(honest(options.model, options.groups, forms, options.device))
     if "cheats" in options.parts:
