@@ -20,6 +20,7 @@ from echo2.head.strangers.decide.trust import (
     EXPELLED_SECONDS,
     MISMATCH_MAX,
     MISMATCH_TOKENS,
+    MISMATCH_TOKENS_MIN,
     PATIENCE,
     WorkerPenalties,
 )
@@ -319,7 +320,28 @@ def test_logprobs_within_the_allowed_mismatch_expel_no_worker(means: list[float]
 def test_wrong_logprobs_expel_after_enough_tokens_and_not_before(means: list[float], tokens: float) -> None:
     penalties = WorkerPenalties()
     measured(penalties, "w", means, tokens)
-    assert bool(penalties.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
+    if not MISMATCH_TOKENS_MIN <= tokens * len(means) < MISMATCH_TOKENS:
+        assert bool(penalties.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mean", "form", "is_expelled"),
+    [
+        (MISMATCH_TOKENS_MIN - 1, 20.0, "", False),
+        (MISMATCH_TOKENS_MIN, 0.91, "q4_0", True),  # SmolLM2 in 4 bits
+        (MISMATCH_TOKENS_MIN, 0.6, "q4_0", False),
+        (MISMATCH_TOKENS / 4, 0.21, "", True),
+        (MISMATCH_TOKENS / 4, 0.19, "", False),
+    ],
+)
+def test_of_few_tokens_only_a_large_mismatch_expels(tokens: float, mean: float, form: str, is_expelled: bool) -> None:
+    """With a staleness bound, tokens at lag 0 are rare: a worker may have no more for a whole run."""
+    penalties = WorkerPenalties()
+    for _ in range(4):  # in parts, as steps bring them
+        penalties.measured("w", tokens / 4, mean * tokens / 4, form=form)
+    assert bool(penalties.to_expel) == is_expelled
+    is_known = tokens >= MISMATCH_TOKENS_MIN
+    assert penalties.mismatch("w") == (pytest.approx(mean) if is_known else None)
 
 
 def test_the_tolerance_for_rounded_weights_is_the_same_for_all_forms_and_too_coarse_forms_are_named() -> None:
