@@ -127,7 +127,7 @@ def test_a_form_too_coarse_for_the_model_is_named_with_the_figure() -> None:
     said = probe.of_rounding("llamacpp-q4_0", measured)
     assert "0.91 nats a token" in said
     assert "0.25 is allowed" in said
-    assert "turns such a worker away" in said
+    assert "a head turns such a worker away" in said
     assert "turns" not in probe.of_rounding("llamacpp-q8_0", replace(measured, mismatch=0.076))
     assert probe.of_rounding("compact", replace(measured, mismatch=None)) == ""
 

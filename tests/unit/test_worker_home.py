@@ -348,8 +348,20 @@ def test_the_session_of_a_worker_at_home_comes_after_its_owners() -> None:
     assert done.stdout.split()[-1] == "10"
 
 
+def test_a_worker_earns_nothing_while_it_is_paused() -> None:
+    times = iter([0.0, 3600.0, 36_000.0, 37_800.0])
+    delivered = Delivered(2.0, lambda: next(times))
+    assert str(delivered).endswith("in 0.00 hours, at most 0.00 dollars")
+    delivered.begin()
+    delivered.end()
+    delivered.end()
+    assert str(delivered).endswith("in 1.00 hours, at most 2.00 dollars")
+    delivered.begin()
+    assert str(delivered).endswith("in 1.50 hours, at most 3.00 dollars")
+
+
 def test_deliveries_are_reported_with_their_price() -> None:
     delivered = Delivered(0.0)
     delivered.add(wire.Delivery(rollouts=[wire.Rollout(tokens=bytes(4 * 7)), wire.Rollout(tokens=bytes(4))]))
     assert str(delivered) == "delivered 1 group, 2 rollouts, 8 tokens in 0.00 hours"
-    assert str(Delivered(2.0)).endswith("hours, 0.00 dollars")
+    assert str(Delivered(2.0)).endswith("hours, at most 0.00 dollars")

@@ -109,7 +109,7 @@ def of_rounding(engine: str, measured: Measured) -> str:
     said += f"and {MISMATCH_ROUNDED_MAX:g} is allowed"
     if measured.mismatch <= MISMATCH_ROUNDED_MAX:
         return said
-    return f"{said}: its form is too coarse for this model, and the head turns such a worker away. Take a form of more bits"
+    return f"{said}: the form is too coarse for this model, and a head turns such a worker away. Take one of more bits"
 
 
 def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
