@@ -236,6 +236,38 @@ def test_a_worker_without_room_is_refused_before_it_joins(
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
+@pytest.mark.parametrize(
+    ("engine", "has_package", "said"),
+    [
+        (
+            "llamacpp-q8_0",
+            False,
+            r"no_such_package not installed \(pip install 'echo2\[llamacpp\]'\).*--engine auto would do",
+        ),
+        ("mlx-q8", False, r"no_such_package not installed \(pip install 'echo2\[mlx\]'\).*--engine auto would do"),
+        ("mlx-q8", True, r"there is no GPU that MLX uses \(Metal\).*--engine \S+ would do"),
+    ],
+)
+def test_a_worker_whose_engine_is_not_here_is_refused_before_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, has_package: bool, said: str
+) -> None:
+    """The last one as on a Mac without Metal."""
+    packages = () if has_package else ("no_such_package",)
+    monkeypatch.setattr(engines, "PACKAGES", dict.fromkeys(("echo2.engines.llamacpp", "echo2.engines.mlx"), packages))
+    monkeypatch.setattr(engines, "is_mac", lambda: has_package)
+    monkeypatch.setattr(engines, "has_metal", lambda: False)
+
+    async def scenario() -> None:
+        async with open_run(tmp_path, {}) as open_head:
+            peer = open_head.peer("w")
+            with pytest.raises(UserError, match=said) as refused:
+                await settled(open_head, peer, WorkerOptions(engine=engine, max_memory_gb=100.0))
+            assert "\n" not in str(refused.value)
+            assert open_head.head.planner.fleet.get("w") is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
 def test_without_the_package_an_engine_names_what_to_install() -> None:
     assert engines.obstacle("llamacpp-q8_0", QWEN3_8B) in (
         "",
