@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -234,6 +235,23 @@ def test_a_worker_without_room_is_refused_before_it_joins(
                 await settled(open_head, peer, WorkerOptions(**options))
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_the_line_about_the_choice_names_the_engine_that_auto_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "this_machine", lambda: Hardware(64 * GB))
+    caplog.set_level("INFO")
+
+    async def scenario() -> None:
+        async with open_run(tmp_path, {}) as open_head:
+            assert (await settled(open_head, open_head.peer("w"), WorkerOptions())).engine == AUTO
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == joining.__name__]
+    assert re.match(
+        r"engine auto, \d+ rollouts at once: compact, since it knows qwen3 models; it needs .* of .* GB", line
+    )
 
 
 @pytest.mark.parametrize(
