@@ -90,9 +90,9 @@ def prompts(model: Path) -> list[array[int]]:
     return [array("i", tokenizer.encode(text).ids) for text in said]
 
 
-def leased(prompt: array[int], number: int, **params: Any) -> Assignment:
+def leased(prompt: array[int], number: int, max_tokens: int = TOKENS, **params: Any) -> Assignment:
     lease = Lease(1, GroupRef(RUN_POLICY, "train", number), 0, number, ROLLOUTS, 0, None, 60.0, 60.0, mix(number) >> 1)
-    return Assignment(lease, prompt, SamplingParams(max_tokens=TOKENS, **params))
+    return Assignment(lease, prompt, SamplingParams(max_tokens=max_tokens, **params))
 
 
 async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment], device: str = "cpu") -> list[RolloutGroup]:
@@ -182,7 +182,8 @@ async def alarms(model: Path, options: argparse.Namespace, forms: Mapping[str, s
         for name, form in forms.items():
             if counts.get((name, HONEST), Found()).groups >= options.groups:
                 continue
-            asked = [leased(texts[at % len(texts)], at) for at in range(number, number + TOGETHER)]
+            numbers = range(number, number + TOGETHER)
+            asked = [leased(texts[at % len(texts)], at, options.tokens) for at in numbers]
             groups_by_kind: dict[str, Sequence[RolloutGroup]] = {}
             groups_by_kind[HONEST] = await groups_of(name, held, asked, options.device)
             if counts.get((name, HONEST), Found()).groups < options.cheats:
@@ -202,11 +203,13 @@ class Found:
 
     def __init__(self) -> None:
         self.groups, self.alone, self.together, self.tokens, self.worst, self.trust = 0, 0, 0, 0, 0.0, Trust()
+        self.most = dict.fromkeys(FIELDS, 0.0)
 
     def add(self, verdict: Verdict) -> None:
         trust = self.trust.with_tokens(verdict.num_tokens, verdict.surprise, verdict.variance)
         is_found = bool(verdict.fault) or abs(trust.deviations) > SURPRISE_MAX
         self.worst = max(self.worst, abs(trust.deviations))
+        self.most = {name: max(value, abs(getattr(verdict, name))) for name, value in self.most.items()}
         self.trust = Trust() if is_found else trust
         self.groups, self.tokens = self.groups + 1, self.tokens + verdict.num_tokens
         self.alone, self.together = self.alone + bool(verdict.fault), self.together + is_found
@@ -220,7 +223,7 @@ class Found:
             "found_alone": self.alone,
             "found": self.together,
         }
-        found |= {"most_deviations": self.worst}
+        found |= {"most_deviations": self.worst, "most": self.most}
         if not self.together:
             return {**found, "share_at_most": min(1.0, 3 / max(1, self.groups))}
         return {**found, "groups_until": {str(share): self.groups / (share * self.together) for share in SHARES}}
@@ -269,6 +272,7 @@ def main() -> None:
     parser.add_argument("--parts", default="honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--cheats", type=int, default=64, help="groups of each cheat (alarms)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rollout, at most (alarms)")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), help="of the snapshot (alarms)")
     parser.add_argument("--threads", type=int, default=1)
@@ -278,6 +282,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     figures: dict[str, Any] = {"model": options.model.name, "threads": options.threads, "device": options.device}
+    figures |= {"tokens_at_most": options.tokens, "snapshot_dtype": options.dtype or "the file's"}
     forms = {name: FORMS.get(name, "") for name in options.engines.split(",")}
     if "honest" in options.parts:
         figures["honest"] = asyncio.run(honest(options.model, options.groups, forms, options.device))
