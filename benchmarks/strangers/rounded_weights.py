@@ -62,6 +62,7 @@ ASKED = (
 #: Groups of `alarms` that are sampled together; shares of a worker's groups that the head has checked.
 TOGETHER, SHARES = 8, (0.01, 0.02, 0.05)
 HONEST = "honest"
+FAULTS_TOLD = 8
 FIELDS = ("worst_interval", "typical_interval", "worst_logprob", "mean_logprob", "surprise")
 
 
@@ -203,7 +204,7 @@ class Found:
 
     def __init__(self) -> None:
         self.groups, self.alone, self.together, self.tokens, self.worst, self.trust = 0, 0, 0, 0, 0.0, Trust()
-        self.most = dict.fromkeys(FIELDS, 0.0)
+        self.most, self.faults = dict.fromkeys(FIELDS, 0.0), list[str]()
 
     def add(self, verdict: Verdict) -> None:
         trust = self.trust.with_tokens(verdict.num_tokens, verdict.surprise, verdict.variance)
@@ -211,6 +212,8 @@ class Found:
         self.worst = max(self.worst, abs(trust.deviations))
         self.most = {name: max(value, abs(getattr(verdict, name))) for name, value in self.most.items()}
         self.trust = Trust() if is_found else trust
+        if verdict.fault and len(self.faults) < FAULTS_TOLD:
+            self.faults.append(verdict.fault)
         self.groups, self.tokens = self.groups + 1, self.tokens + verdict.num_tokens
         self.alone, self.together = self.alone + bool(verdict.fault), self.together + is_found
 
@@ -223,7 +226,7 @@ class Found:
             "found_alone": self.alone,
             "found": self.together,
         }
-        found |= {"most_deviations": self.worst, "most": self.most}
+        found |= {"most_deviations": self.worst, "most": self.most, "faults": self.faults}
         if not self.together:
             return {**found, "share_at_most": min(1.0, 3 / max(1, self.groups))}
         return {**found, "groups_until": {str(share): self.groups / (share * self.together) for share in SHARES}}
