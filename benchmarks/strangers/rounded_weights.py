@@ -183,7 +183,7 @@ async def alarms(model: Path, options: argparse.Namespace, forms: Mapping[str, s
         for name, form in forms.items():
             if counts.get((name, HONEST), Found()).groups >= options.groups:
                 continue
-            numbers = range(number, number + TOGETHER)
+            numbers = range(number, number + options.together)
             asked = [leased(texts[at % len(texts)], at, options.tokens) for at in numbers]
             groups_by_kind: dict[str, Sequence[RolloutGroup]] = {}
             groups_by_kind[HONEST] = await groups_of(name, held, asked, options.device)
@@ -193,7 +193,7 @@ async def alarms(model: Path, options: argparse.Namespace, forms: Mapping[str, s
                 of = counts.setdefault((name, what), Found())
                 for verdict in await judged(checker, asked, groups, form):
                     of.add(verdict)
-            number += TOGETHER
+            number += options.together
             print({", ".join(key): (of.groups, of.alone, of.together) for key, of in counts.items()}, flush=True)
     return [{"engine": name, "says": forms[name], "what": what, **of.row()} for (name, what), of in counts.items()]
 
@@ -276,6 +276,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--cheats", type=int, default=64, help="groups of each cheat (alarms)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rollout, at most (alarms)")
+    parser.add_argument("--together", type=int, default=TOGETHER, help="groups that are sampled together (alarms)")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), help="of the snapshot (alarms)")
     parser.add_argument("--threads", type=int, default=1)
