@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import math
 import os
 import select
 import socketserver
@@ -161,8 +162,11 @@ class Served:
         }
 
     def choice(self, prompt: list[int], tokens: list[int], spans: list[Any], params: Any) -> dict[str, Any]:
-        """As `GenerateTokensChoice`. Under processed logprobs a token that only one could be has logprob 0."""
+        """As `GenerateTokensChoice`. Under processed logprobs a token that only one could be has logprob 0; top-k of 1
+        leaves both of two tokens whose logits are equal, as logits in bfloat16 often are."""
         logprob = 0.0 if params.get("top_k") == 1 and self.wrong != "raw logprobs" else -0.5
+        if self.wrong == "tied logits" and not params.get("logit_bias"):
+            logprob = -math.log(2)
         for span, following in zip(spans, [*spans[1:], None], strict=True):
             span["end"] = following["start"] if following else len(tokens)
         num_top = max(1, params["logprobs"])

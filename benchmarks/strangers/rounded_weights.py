@@ -1,17 +1,16 @@
-"""The engines `llamacpp-*`, or `mlx*`, on a pretrained model: speed, memory, seconds to install a version, how far
-their logprobs are from the published weights', and what the check of strangers makes of them: distances of honest
-groups, and cheats (of llama.cpp's engines).
+"""What the check of strangers makes of the engines `llamacpp-*`, or `mlx*`, on a pretrained model: distances of honest
+groups, and cheats (of llama.cpp's engines). Their speed: `engine_speed.py`.
 
-    make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 1]'
-    make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts speed,honest'    # on a Mac
-    make bench-rounded_weights ARGS='--parts alarms --groups 1000 --minutes 60'
+    make bench-rounded_weights ARGS='[--model DIR] [--parts honest,cheats] [--groups 64] [--threads 1]'
+    make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts honest'    # on a Mac
+    make bench-rounded_weights ARGS='--parts alarms --groups 1000 --cheats 128 --minutes 60 [--dtype bfloat16]'
 
-The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until one is found
-where 1, 2 or 5 % are checked: as many groups as the minutes allow.
+The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until the head finds
+one where 1, 2 or 5 % are checked: as many groups as the minutes allow. `compact` and `mlx` may be among its engines.
 
 Needs `pip install 'echo2[llamacpp]'`, or `'echo2[mlx]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are
 checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
-With `--device auto`, an engine may use a GPU, and seconds are a clock's; else they are the processor's.
+With `--device auto`, an engine may use a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ import argparse
 import asyncio
 import json
 import random
-import resource
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -31,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import child_environment, output_of, quantile, save, there
+from recording import quantile, save, there
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -48,12 +45,12 @@ from echo2.core.types import (
     SnapshotRef,
     StoredTensor,
 )
-from echo2.engines.engine import Completion, SampleRequest
 from echo2.engines.registry import make_engine
+from echo2.head.strangers.decide.trust import SURPRISE_MAX, Trust
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Verdict, check_group
 
-ROLLOUTS, TOKENS, SLOTS = 8, 48, (1, 8, 32)
+ROLLOUTS, TOKENS = 8, 48
 ANIMALS = ("a cat", "an old dog", "the moon", "two ships", "my neighbour", "rain", "a small town", "the last train")
 ASKED = (
     "Write a story about",
@@ -64,13 +61,16 @@ ASKED = (
 )
 #: Groups of `alarms` that are sampled together; shares of a worker's groups that the head has checked.
 TOGETHER, SHARES = 8, (0.01, 0.02, 0.05)
+HONEST = "honest"
+FAULTS_TOLD = 8
 FIELDS = ("worst_interval", "typical_interval", "worst_logprob", "mean_logprob", "surprise")
 
 
-def snapshot(model: Path, version: int = 1) -> Snapshot:
-    """A model directory, whose tensors are read from the file as on a worker."""
+def snapshot(model: Path, version: int = 1, dtype: str = "") -> Snapshot:
+    """A model directory, whose tensors are read from the file as on a worker. `dtype`: another one than the file's."""
+    kind = getattr(torch, dtype) if dtype else None
     with safe_open(model / "model.safetensors", "pt") as file:
-        tensors = {name: _stored(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: _stored(file.get_tensor(name).to(kind)) for name in file.keys()}  # noqa: SIM118
     files = {one.name: one.read_bytes() for one in model.iterdir() if one.suffix == ".json"}
     return Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, files)
 
@@ -91,9 +91,9 @@ def prompts(model: Path) -> list[array[int]]:
     return [array("i", tokenizer.encode(text).ids) for text in said]
 
 
-def leased(prompt: array[int], number: int, **params: Any) -> Assignment:
+def leased(prompt: array[int], number: int, max_tokens: int = TOKENS, **params: Any) -> Assignment:
     lease = Lease(1, GroupRef(RUN_POLICY, "train", number), 0, number, ROLLOUTS, 0, None, 60.0, 60.0, mix(number) >> 1)
-    return Assignment(lease, prompt, SamplingParams(max_tokens=TOKENS, **params))
+    return Assignment(lease, prompt, SamplingParams(max_tokens=max_tokens, **params))
 
 
 async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment], device: str = "cpu") -> list[RolloutGroup]:
@@ -106,35 +106,6 @@ async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment], devi
 
 async def judged(checker: Any, asked: Sequence[Assignment], groups: Sequence[RolloutGroup], form: str) -> list[Verdict]:
     return [await check_group(checker, checker.installed, *pair, form=form) for pair in zip(asked, groups, strict=True)]
-
-
-# ---- speed -----------------------------------------------------------------------------------------------------------
-
-
-async def speed(name: str, model: Path, device: str) -> dict[str, Any]:
-    """One engine, in a process of its own. Seconds are the processor's: with one thread, others do not disturb them."""
-    held, texts = snapshot(model), prompts(model)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    engine, row = make_engine(name, device, max(SLOTS)), dict[str, Any]()
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    started = clock()
-    await engine.update_weights(held)
-    row["install_seconds"] = clock() - started
-    for slots in SLOTS:
-        asked = [SampleRequest(texts[at % len(texts)], 7, at, SamplingParams(max_tokens=TOKENS)) for at in range(slots)]
-        started = clock()
-        found = await asyncio.gather(*map(engine.submit, asked))
-        seconds = clock() - started
-        row[f"tokens_per_second_{slots}"] = (
-            sum(len(one.tokens) for one in found if isinstance(one, Completion)) / seconds
-        )
-    started = clock()
-    await engine.update_weights(replace(held, ref=replace(held.ref, version=2)))
-    row["install_next_seconds"] = clock() - started
-    row["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    row["memory_before_mb"] = before
-    await engine.close()
-    return row
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -198,60 +169,99 @@ async def cheats(model: Path, num_groups: int) -> list[dict[str, Any]]:
     return rows
 
 
-async def alarms(model: Path, most: int, minutes: float, forms: Mapping[str, str], device: str) -> list[dict[str, Any]]:
-    """Of honest groups of each form, and of cheats in its name, how many the check finds. Each gets groups in turn,
-    until there are `most` of each or the minutes are over."""
-    held, texts = snapshot(model), prompts(model)
+async def alarms(model: Path, options: argparse.Namespace, forms: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Of honest groups of each form, and of cheats in its name, how many the check finds. Each form gets groups in
+    turn, until it has `groups` honest ones or the minutes are over; `cheats` of each cheat."""
+    held, texts = snapshot(model, dtype=options.dtype), prompts(model)
     checker: Any = make_engine("compact", "cpu", 32)
     await checker.update_weights(held)
-    counts: dict[tuple[str, str], list[int]] = {}
-    ends, number = time.monotonic() + 60 * minutes, 100_000
-    while time.monotonic() < ends and any(of[0] < most for of in counts.values() or [[0]]):
+    counts: dict[tuple[str, str], Found] = {}
+    ends, number = time.monotonic() + 60 * options.minutes, 100_000
+    while time.monotonic() < ends and any(
+        counts.get((name, HONEST), Found()).groups < options.groups for name in forms
+    ):
         for name, form in forms.items():
-            asked = [leased(texts[at % len(texts)], at) for at in range(number, number + TOGETHER)]
-            for what, groups in (await variants(name, held, asked, device)).items():
-                of = counts.setdefault((form, what), [0, 0, 0])
-                verdicts = await judged(checker, asked, groups, form)
-                of[0] += len(verdicts)
-                of[1] += sum(bool(one.fault) for one in verdicts)
-                of[2] += sum(one.num_tokens for one in verdicts)
-            number += TOGETHER
-            print({f"{form}, {what}": of for (form, what), of in counts.items()}, flush=True)
-    return [{"says": form, "what": what, **_caught(*of)} for (form, what), of in counts.items()]
+            if counts.get((name, HONEST), Found()).groups >= options.groups:
+                continue
+            numbers = range(number, number + options.together)
+            asked = [leased(texts[at % len(texts)], at, options.tokens) for at in numbers]
+            groups_by_kind: dict[str, Sequence[RolloutGroup]] = {}
+            groups_by_kind[HONEST] = await groups_of(name, held, asked, options.device)
+            if counts.get((name, HONEST), Found()).groups < options.cheats:
+                groups_by_kind |= await lies(name, held, asked, groups_by_kind[HONEST], options.device)
+            for what, groups in groups_by_kind.items():
+                of = counts.setdefault((name, what), Found())
+                for verdict in await judged(checker, asked, groups, form):
+                    of.add(verdict)
+            number += options.together
+            print({", ".join(key): (of.groups, of.alone, of.together) for key, of in counts.items()}, flush=True)
+    return [{"engine": name, "says": forms[name], "what": what, **of.row()} for (name, what), of in counts.items()]
 
 
-async def variants(
-    name: str, held: Snapshot, asked: Sequence[Assignment], device: str
+class Found:
+    """What the checks of one ticket come to: each group alone, or, as the head judges it, together with the groups that
+    were checked before (`Trust.with_tokens`)."""
+
+    def __init__(self) -> None:
+        self.groups, self.alone, self.together, self.tokens, self.worst, self.trust = 0, 0, 0, 0, 0.0, Trust()
+        self.most, self.faults = dict.fromkeys(FIELDS, 0.0), list[str]()
+
+    def add(self, verdict: Verdict) -> None:
+        trust = self.trust.with_tokens(verdict.num_tokens, verdict.surprise, verdict.variance)
+        is_found = bool(verdict.fault) or abs(trust.deviations) > SURPRISE_MAX
+        self.worst = max(self.worst, abs(trust.deviations))
+        self.most = {name: max(value, abs(getattr(verdict, name))) for name, value in self.most.items()}
+        self.trust = Trust() if is_found else trust
+        if verdict.fault and len(self.faults) < FAULTS_TOLD:
+            self.faults.append(verdict.fault)
+        self.groups, self.tokens = self.groups + 1, self.tokens + verdict.num_tokens
+        self.alone, self.together = self.alone + bool(verdict.fault), self.together + is_found
+
+    def row(self) -> dict[str, Any]:
+        """Groups found faulty, alone and as the head judges them; of none the share that would show none in 1 of 20
+        tries (3 / n), else the mean number of groups until the head finds one, by the share that is checked."""
+        found: dict[str, Any] = {
+            "groups": self.groups,
+            "tokens": self.tokens,
+            "found_alone": self.alone,
+            "found": self.together,
+        }
+        found |= {"most_deviations": self.worst, "most": self.most, "faults": self.faults}
+        if not self.together:
+            return {**found, "share_at_most": min(1.0, 3 / max(1, self.groups))}
+        return {**found, "groups_until": {str(share): self.groups / (share * self.together) for share in SHARES}}
+
+
+async def lies(
+    name: str, held: Snapshot, asked: Sequence[Assignment], honest: Sequence[RolloutGroup], device: str
 ) -> dict[str, Sequence[RolloutGroup]]:
-    """Groups of an honest worker, and of cheats that say that they are of this engine."""
-    coarser = {"llamacpp-q8_0": "llamacpp-q4_0", "mlx-q8": "mlx-q4"}.get(name, "compact")
+    """Groups of cheats that say that they are of this engine. `honest`: what it samples."""
+    coarser = {"llamacpp-q8_0": "llamacpp-q4_0", "mlx-q8": "mlx-q4", "compact": "llamacpp-q8_0", "mlx": "mlx-q8"}
+    other = coarser.get(name, "compact")
     changed: dict[str, dict[str, Any]] = {"temperature .9": {"temperature": 0.9}, "top-p .9": {"top_p": 0.9}}
-    found = {"honest": await groups_of(name, held, asked, device)}
-    found[f"of {coarser}"] = await groups_of(coarser, held, asked, device)
+    found: dict[str, Sequence[RolloutGroup]] = {f"weights of {other}": await groups_of(other, held, asked, device)}
     for what, params in changed.items():
-        found[what] = await groups_of(
-            name, held, [replace(one, params=replace(one.params, **params)) for one in asked], device
-        )
+        said = [replace(one, params=replace(one.params, **params)) for one in asked]
+        found[what] = await groups_of(name, held, said, device)
     strange = [replace(one, lease=replace(one.lease, seed=one.lease.seed ^ 12345)) for one in asked]
-    pairs = zip(found["honest"], await groups_of(name, held, strange, device), strict=True)
+    again = await groups_of(name, held, strange, device)
     found["one rollout of another seed"] = [
-        replace(one, rollouts=(other.rollouts[0], *one.rollouts[1:])) for one, other in pairs
+        replace(one, rollouts=(other.rollouts[0], *one.rollouts[1:])) for one, other in zip(honest, again, strict=True)
     ]
-    plain = {what: [_hidden(group) for group in groups] for what, groups in found.items()}
-    return {**plain, "honest": found["honest"]}
+    found["the likelier of two"] = [
+        replace(one, rollouts=tuple(map(_likelier, one.rollouts, other.rollouts)))
+        for one, other in zip(honest, again, strict=True)
+    ]
+    return {what: [_hidden(group) for group in groups] for what, groups in found.items()}
+
+
+def _likelier(one: Any, other: Any) -> Any:
+    """Best of two, where a liar takes a rollout's probability for its reward."""
+    return max(one, other, key=lambda each: sum(each.logprobs))
 
 
 def _hidden(group: RolloutGroup) -> RolloutGroup:
     return replace(group, rollouts=tuple(_plain(each) for each in group.rollouts))
-
-
-def _caught(groups: int, faulty: int, tokens: int) -> dict[str, Any]:
-    """Groups found faulty, the highest share that would show so few in 1 of 20 tries (3 / n of none), and the mean
-    number of groups until one is found by share of groups that are checked."""
-    found: dict[str, Any] = {"groups": groups, "faulty": faulty, "tokens": tokens}
-    if not faulty:
-        return {**found, "share_at_most": min(1.0, 3 / max(1, groups))}
-    return {**found, "groups_until": {str(share): groups / (share * faulty) for share in SHARES}}
 
 
 def _plain(rollout: Any) -> Any:
@@ -262,35 +272,28 @@ def _plain(rollout: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=there, default=Path("outputs/models/smollm2"))
-    parser.add_argument("--parts", default="speed,honest,cheats")
+    parser.add_argument("--parts", default="honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--cheats", type=int, default=64, help="groups of each cheat (alarms)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rollout, at most (alarms)")
+    parser.add_argument("--together", type=int, default=TOGETHER, help="groups that are sampled together (alarms)")
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), help="of the snapshot (alarms)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engines", default=",".join(LLAMACPP_FORMS))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--engine", help="measure the speed of this one, and print it")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.engine:
-        print(json.dumps(asyncio.run(speed(options.engine, options.model, options.device))))
-        return
     figures: dict[str, Any] = {"model": options.model.name, "threads": options.threads, "device": options.device}
+    figures |= {"tokens_at_most": options.tokens, "snapshot_dtype": options.dtype or "the file's"}
     forms = {name: FORMS.get(name, "") for name in options.engines.split(",")}
-    if "speed" in options.parts:
-        for name in ("compact", *forms):
-            command = [sys.executable, __file__, "--model", options.model, "--engine", name, "--threads"]
-            command = [*map(str, command), str(options.threads), "--device", options.device]
-            told = output_of(command, env=child_environment())
-            figures.setdefault("speed", {})[name] = json.loads(told.splitlines()[-1])
-            print(name, figures["speed"][name], flush=True)
     if "honest" in options.parts:
         figures["honest"] = asyncio.run(honest(options.model, options.groups, forms, options.device))
     if "cheats" in options.parts:
         figures["cheats"] = asyncio.run(cheats(options.model, max(1, options.groups // 4)))
     if "alarms" in options.parts:
-        found = alarms(options.model, options.groups, options.minutes, forms, options.device)
-        figures["alarms"] = asyncio.run(found)
+        figures["alarms"] = asyncio.run(alarms(options.model, options, forms))
         print(json.dumps(figures["alarms"], indent=1), flush=True)
     print("saved to", save("rounded_weights", figures, options.out))
 

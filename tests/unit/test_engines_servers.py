@@ -152,6 +152,10 @@ def test_a_server_without_a_needed_feature_is_refused_at_the_start(tmp_path: Pat
         on_standin(tmp_path, lambda engine, state: asyncio.sleep(0), wrong=wrong)
 
 
+def test_a_server_whose_likeliest_tokens_are_equal_is_taken(tmp_path: Path) -> None:
+    on_standin(tmp_path, lambda engine, state: asyncio.sleep(0), wrong="tied logits")
+
+
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0.5}])
 def test_the_distribution_of_a_narrowed_token_is_returned(tmp_path: Path, params: dict[str, Any]) -> None:
     async def doing(engine: Engine, state: vllm_standin.Served) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,10 @@ from echo2.head.decide.groups import MAX_ATTEMPTS
 from echo2.head.decide.state import PlannerOptions
 from echo2.head.strangers.decide.trust import (
     EXPELLED_SECONDS,
-    MISMATCH_MAX,
-    MISMATCH_TOKENS,
     PATIENCE,
     WorkerPenalties,
 )
-from planner_cases import OPTIONS, Desk, of, running
+from planner_cases import OPTIONS, Desk, of
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
 WIDE = replace(OPTIONS, groups_per_step=8, groups_per_batch=4, heartbeat_seconds=1e6, max_staleness=0)
@@ -298,51 +295,6 @@ def test_a_worker_with_two_late_results_for_each_lease_is_never_expelled(rounds:
         for _ in range(num_leases * num_refused):
             penalties.refused("w", 1.0, "late", now)
     assert not penalties.to_expel
-
-
-# ---- mismatch ------------------------------------------------------------------------------------------------------
-
-
-def measured(penalties: WorkerPenalties, worker_id: str, means: Sequence[float], tokens: float) -> None:
-    for mean in means:
-        penalties.measured(worker_id, tokens, mean * tokens)
-
-
-@given(st.lists(st.floats(0.0, MISMATCH_MAX), min_size=1), st.floats(1.0, 5e4))
-def test_logprobs_within_the_allowed_mismatch_expel_no_worker(means: list[float], tokens: float) -> None:
-    penalties = WorkerPenalties()
-    measured(penalties, "w", means, tokens)
-    assert not penalties.to_expel or max(means) > MISMATCH_MAX * (1 - 1e-9)  # rounding
-
-
-@given(st.lists(st.floats(0.11, 20.0), min_size=1), st.floats(1.0, 5e4))
-def test_wrong_logprobs_expel_after_enough_tokens_and_not_before(means: list[float], tokens: float) -> None:
-    penalties = WorkerPenalties()
-    measured(penalties, "w", means, tokens)
-    assert bool(penalties.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
-
-
-def test_the_tolerance_for_rounded_weights_is_the_same_for_all_forms_and_too_coarse_forms_are_named() -> None:
-    for form in ("q8_0", "q4_0"):
-        penalties = WorkerPenalties()
-        penalties.measured("w", MISMATCH_TOKENS, 0.2 * MISMATCH_TOKENS, form=form)
-        assert not penalties.to_expel
-        penalties.measured("w", MISMATCH_TOKENS, 0.26 * MISMATCH_TOKENS, form=form)
-        assert f"The form {form} is too coarse for this model" in penalties.to_expel["w"]
-    desk = running()
-    desk.tell(ev.WorkerJoined("a", 16, 0.5, FIRST, draws=True, form="q8_0"))
-    assert not of(do.ExpelWorker, desk.train(0, (ev.WorkerMismatch("a", 2000, 400.0),)))
-
-
-def test_an_engine_that_samples_from_other_weights_is_turned_away_with_the_figure() -> None:
-    desk = running()
-    (expelled,) = of(do.ExpelWorker, desk.train(0, (ev.WorkerMismatch("a", 2000, 700.0),)))
-    assert expelled.worker_id == "a"
-    assert "0.35 nats a token" in expelled.reason
-    assert "2000 tokens" in expelled.reason
-    assert not held_by(desk, "a")
-    assert desk.planner.penalties.mismatch("a") == pytest.approx(0.35)
-    assert any(one.waiter == "a" and "0.35" in one.reason for one in desk.planner.waits(desk.now))
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -177,6 +177,15 @@ def test_a_model_that_the_engine_cannot_run_is_refused_with_the_engine_that_can(
     assert 'Set workers.engine = "auto" or "transformers"' in refusal({**raw, "workers": {"engine": "compact"}})
 
 
+@pytest.mark.parametrize("engine", ["llamacpp-q4_0", "mlx", "mlx-q8"])
+def test_a_model_that_engines_of_homes_cannot_run_is_refused(raw: dict[str, Any], engine: str) -> None:
+    (Path(raw["model"]["path"]) / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mistral"}))
+    said = refusal({**raw, "workers": {"engine": engine, "count": 0}})
+    assert f"workers.engine = '{engine}' does not support model_type = 'mistral'" in said
+    assert 'Set workers.engine = "auto"' in said
+    check(build({**raw, "workers": {"engine": "compact", "count": 0}}, "my.toml"))
+
+
 @pytest.mark.parametrize(
     ("engine", "python", "told"),
     [

@@ -162,6 +162,22 @@ def test_doctor_prints_what_fits_in_memory_for_each_form(monkeypatch: pytest.Mon
     )
 
 
+def test_doctor_says_whether_a_worker_at_home_would_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def at_home() -> doctor.Finding:
+        return next(one for one in doctor.machine(tmp_path) if one.about == "at home")
+
+    class Battery:
+        power_plugged = False
+
+    monkeypatch.setattr("psutil.sensors_battery", lambda: None, raising=False)
+    assert "half of the memory and cores" in at_home().said
+    monkeypatch.setattr("psutil.sensors_battery", Battery, raising=False)
+    assert at_home().said.startswith("the machine is on battery, so it would wait for mains")
+    monkeypatch.setattr("psutil.cpu_times", lambda: open("/nowhere"))  # noqa: SIM115
+    assert at_home().verdict == "doubtful"
+    assert "Leave --at-home out" in at_home().said
+
+
 def test_doctor_reports_a_port_in_use_and_a_missing_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ECHO2_ENGINE_PYTHON", "/nowhere/python")
     with socket.create_server(("0.0.0.0", 0)) as taken:

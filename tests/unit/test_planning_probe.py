@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ from echo2.core.errors import UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.fake_engine import FakeDecoder
+from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.planning import probe
 from echo2.planning.probe import Measured, RewardTime, as_offer
 from echo2.reward.reward_processes import groups_at_once
 from judge_standin import judge_standin
-from rollout_cases import tokenizer_files
+from rollout_cases import load, snapshot_of, tiny_module, tokenizer_files
 
 
 class Clock:
@@ -97,6 +100,36 @@ def test_probe_announces_calls_of_a_judge_with_their_price(capsys: pytest.Captur
     assert measured.rewards.groups_at_once == 1
     assert 1e-4 < measured.rewards.judge_usd <= 4 * 1.2e-4  # the same question is asked once
     assert "# not included: the judge costs $0.000" in as_offer("my card", 0.0, measured)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_mismatch_is_what_other_weights_say_of_the_tokens(is_same: bool) -> None:
+    module = tiny_module("qwen3")
+    snapshot, engine = snapshot_of(module), make_engine("compact", "cpu", 12)
+    load(engine, snapshot)
+    if not is_same:
+        for parameter in module.parameters():
+            parameter.data *= 1.1
+
+    def reader() -> Any:
+        other = make_engine("compact", "cpu", 12)
+        load(other, snapshot_of(module))
+        return other
+
+    tokenizer = load_tokenizer({name: bytes(data) for name, data in snapshot.files.items()})
+    measured = probe.measure_engine(config(), engine, tokenizer, 0.1, time.perf_counter, reader)
+    assert measured.mismatch is not None
+    assert measured.mismatch < 1e-5 if is_same else measured.mismatch > 1e-3
+
+
+def test_a_form_too_coarse_for_the_model_is_named_with_the_figure() -> None:
+    measured = Measured(2.5, 0.1, 0.21, 900.0, 8, 5, 320, 128.0, mismatch=0.91)
+    said = probe.of_rounding("llamacpp-q4_0", measured)
+    assert "0.91 nats a token" in said
+    assert "0.25 is allowed" in said
+    assert "a head turns such a worker away" in said
+    assert "turns" not in probe.of_rounding("llamacpp-q8_0", replace(measured, mismatch=0.076))
+    assert probe.of_rounding("compact", replace(measured, mismatch=None)) == ""
 
 
 def test_the_rate_of_rewards_is_a_comment_and_not_part_of_the_offers_rate() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -236,6 +237,55 @@ def test_a_worker_without_room_is_refused_before_it_joins(
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
+def test_the_line_about_the_choice_names_the_engine_that_auto_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "this_machine", lambda: Hardware(64 * GB))
+    caplog.set_level("INFO")
+
+    async def scenario() -> None:
+        async with open_run(tmp_path, {}) as open_head:
+            assert (await settled(open_head, open_head.peer("w"), WorkerOptions())).engine == AUTO
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == joining.__name__]
+    assert re.match(
+        r"engine auto, \d+ rollouts at once: compact, since it knows qwen3 models; it needs .* of .* GB", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "has_package", "said"),
+    [
+        (
+            "llamacpp-q8_0",
+            False,
+            r"no_such_package not installed \(pip install 'echo2\[llamacpp\]'\).*--engine auto would do",
+        ),
+        ("mlx-q8", False, r"no_such_package not installed \(pip install 'echo2\[mlx\]'\).*--engine auto would do"),
+        ("mlx-q8", True, r"there is no GPU that MLX uses \(Metal\).*--engine \S+ would do"),
+    ],
+)
+def test_a_worker_whose_engine_is_not_here_is_refused_before_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, has_package: bool, said: str
+) -> None:
+    """The last one as on a Mac without Metal."""
+    packages = () if has_package else ("no_such_package",)
+    monkeypatch.setattr(engines, "PACKAGES", dict.fromkeys(("echo2.engines.llamacpp", "echo2.engines.mlx"), packages))
+    monkeypatch.setattr(engines, "is_mac", lambda: has_package)
+    monkeypatch.setattr(engines, "has_metal", lambda: False)
+
+    async def scenario() -> None:
+        async with open_run(tmp_path, {}) as open_head:
+            peer = open_head.peer("w")
+            with pytest.raises(UserError, match=said) as refused:
+                await settled(open_head, peer, WorkerOptions(engine=engine, max_memory_gb=100.0))
+            assert "\n" not in str(refused.value)
+            assert open_head.head.planner.fleet.get("w") is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
 def test_without_the_package_an_engine_names_what_to_install() -> None:
     assert engines.obstacle("llamacpp-q8_0", QWEN3_8B) in (
         "",
@@ -348,8 +398,20 @@ def test_the_session_of_a_worker_at_home_comes_after_its_owners() -> None:
     assert done.stdout.split()[-1] == "10"
 
 
+def test_a_worker_earns_nothing_while_it_is_paused() -> None:
+    times = iter([0.0, 3600.0, 36_000.0, 37_800.0])
+    delivered = Delivered(2.0, lambda: next(times))
+    assert str(delivered).endswith("in 0.00 hours, at most 0.00 dollars")
+    delivered.begin()
+    delivered.end()
+    delivered.end()
+    assert str(delivered).endswith("in 1.00 hours, at most 2.00 dollars")
+    delivered.begin()
+    assert str(delivered).endswith("in 1.50 hours, at most 3.00 dollars")
+
+
 def test_deliveries_are_reported_with_their_price() -> None:
     delivered = Delivered(0.0)
     delivered.add(wire.Delivery(rollouts=[wire.Rollout(tokens=bytes(4 * 7)), wire.Rollout(tokens=bytes(4))]))
     assert str(delivered) == "delivered 1 group, 2 rollouts, 8 tokens in 0.00 hours"
-    assert str(Delivered(2.0)).endswith("hours, 0.00 dollars")
+    assert str(Delivered(2.0)).endswith("hours, at most 0.00 dollars")

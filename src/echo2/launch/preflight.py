@@ -23,7 +23,7 @@ from echo2.core.devices import require_bitsandbytes, this_machine
 from echo2.core.errors import UserError
 from echo2.core.objects import check_store
 from echo2.core.types import SnapshotRef
-from echo2.engines.model_values import read_architecture, read_context, text_values
+from echo2.engines.model_values import PLAIN_TYPES, UnsupportedError, read_architecture, read_context, text_values
 from echo2.engines.registry import PACKAGES, EngineChoice, chosen, missing_packages, servers_here, unchecked
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.fleet.machines import read_offers
@@ -465,3 +465,11 @@ def check_model_directory(where: Path, engine: str, setting: str = "model.path")
         raise UserError(f"{setting} = {str(where)!r}: its config.json is not a JSON object.")
     if engine == "compact":
         read_architecture(config)
+    if ENGINES.get(engine) in PACKAGES:  # those of machines at home
+        try:
+            read_architecture(config, PLAIN_TYPES)
+        except UnsupportedError as error:
+            raise UserError(
+                f"{setting} = {str(where)!r}: workers.engine = {engine!r} does not support {error.trait}. Set "
+                'workers.engine = "auto".'
+            ) from error

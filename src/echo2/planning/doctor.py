@@ -32,6 +32,7 @@ from echo2.config.values import FORMS
 from echo2.core.addresses import Addresses, is_loopback, split
 from echo2.core.devices import NVIDIA_DRIVER, this_machine
 from echo2.core.disk import FLOOR_BYTES, free_bytes
+from echo2.core.errors import UserError
 from echo2.core.types import Hardware
 from echo2.engines.registry import missing_packages, rounding_engines, sampling_bytes
 from echo2.learner.decide.memory import FORM_BITS, PROCESS_BYTES, USABLE
@@ -39,6 +40,7 @@ from echo2.transport import certificates, grpc_options
 from echo2.transport.identity import SERVER_NAME
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
+from echo2.worker.at_home import OwnersPrograms, is_on_battery
 
 #: Enough for a head with hundreds of workers: one connection per worker, and files.
 DESCRIPTORS_MIN = 4096
@@ -102,6 +104,7 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
     todo = "A learner or worker needs some 2 GB for the smallest model; see `echo2 plan`."
     yield _finding("memory", memory >= MEMORY_MIN_BYTES, f"{memory / 1e9:.1f} GB", "doubtful", todo)
     yield from _engines(hardware)
+    yield _at_home()
     free = free_bytes(directory)
     todo = f"A run pauses below {FLOOR_BYTES / 1e6:.0f} MB: make room."
     yield _finding("disk", free >= FLOOR_BYTES, f"{free / 1e9:.1f} GB free at {directory}", "wrong", todo)
@@ -126,6 +129,17 @@ def _engines(hardware: Hardware) -> Iterator[Finding]:
         sizes = f"adapters over models of up to {most:.1f} billion weights, whole models of up to {whole:.1f}"
         missing = missing_packages(engine) if engine in FORMS else ""
         yield Finding(f"engine {engine}", "fine", f"{missing}; would hold {sizes}" if missing else sizes)
+
+
+def _at_home() -> Finding:
+    """Check whether a worker that steps back for the machine's owner would sample now."""
+    would = "takes half of the memory and cores, and steps back while other programs use half of all cores"
+    try:
+        OwnersPrograms()
+    except UserError as error:
+        return Finding("at home", "doubtful", str(error))
+    waits = "the machine is on battery, so it would wait for mains; else " if is_on_battery() else ""
+    return Finding("at home", "fine", f"{waits}a worker with --at-home {would}")
 
 
 def _token_servers() -> Finding:

@@ -20,11 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from echo2 import config as configuration
+from echo2.config.values import FORMS
 from echo2.core.errors import UserError, counted
 from echo2.core.types import RolloutGroup
 from echo2.engines.engine import Engine
+from echo2.head.strangers.decide.trust import MISMATCH_ROUNDED_MAX
 from echo2.learner.core.fitting import num_parameters
 from echo2.planning.lengths import SeenGroup, SeenLengths, seen_lengths
+from echo2.rollouts.verification import PrefillEngine
 from echo2.worker.alone import LocalSampler, load_engine, local_engine, reward_processes
 
 if TYPE_CHECKING:
@@ -53,7 +56,8 @@ class Measured:
     """`rollouts_per_second` over all counted batches; `standard_error`: of that mean, from batch to batch; `spread`:
     standard deviation of the logarithm of a group's duration. `parameters` and `max_tokens`: of the model that was
     measured and of its answers; 0: unknown. `lengths`: of groups that were scored;
-    `core_seconds`: that the processor's cores computed for the counted batches.
+    `core_seconds`: that the processor's cores computed for the counted batches; `mismatch`: of an engine that rounds
+    the weights, the mean |log ratio| of its tokens to the published weights, nats a token.
     """
 
     rollouts_per_second: float
@@ -70,6 +74,7 @@ class Measured:
     max_tokens: int = 0
     lengths: SeenLengths | None = None
     core_seconds: float = 0.0
+    mismatch: float | None = None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,14 +89,27 @@ def run(options: argparse.Namespace) -> int:
     slots = config.sampling.groups_per_batch * config.sampling.group_size
     choice = local_engine(config, config.model.path)
     engine, tokenizer = load_engine(config, config.model.path, slots)
-    measured = measure_engine(config, engine, tokenizer, options.seconds, time.perf_counter)
+    as_published = replace(config, workers=replace(config.workers, engine="compact"))
+    reader = (lambda: load_engine(as_published, config.model.path, slots)[0]) if choice.name in FORMS else None
+    measured = measure_engine(config, engine, tokenizer, options.seconds, time.perf_counter, reader)
     if options.json:
         entry = {"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, "engine": choice.name}
         print(json.dumps({**entry, **asdict(measured)}))
     else:
-        print(f"# {choice}")
+        print(f"# {choice}", *filter(None, [of_rounding(choice.name, measured)]), sep="\n")
         print(as_offer(options.name, options.price_usd_per_hour, measured))
     return 0
+
+
+def of_rounding(engine: str, measured: Measured) -> str:
+    """Return how far an engine that rounds the weights is from the published ones, and whether a head takes it."""
+    if measured.mismatch is None:
+        return ""
+    said = f"# {engine} rounds the weights: its logprobs are {measured.mismatch:.2g} nats a token from theirs, "
+    said += f"and {MISMATCH_ROUNDED_MAX:g} is allowed"
+    if measured.mismatch <= MISMATCH_ROUNDED_MAX:
+        return said
+    return f"{said}: the form is too coarse for this model, and a head turns such a worker away. Take one of more bits"
 
 
 def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
@@ -142,21 +160,42 @@ def _config(options: argparse.Namespace) -> configuration.Config:
 
 
 def measure_engine(
-    config: configuration.Config, engine: Engine, tokenizer: Tokenizer, seconds: float, clock: Callable[[], float]
+    config: configuration.Config,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    seconds: float,
+    clock: Callable[[], float],
+    reader: Callable[[], Engine] | None = None,
 ) -> Measured:
-    """Sample batches for `seconds` seconds with an engine whose weights are loaded, and return the rates.
+    """Sample batches for `seconds` seconds with an engine whose weights are loaded, and return the rates. `reader`:
+    makes one that has the published weights.
 
     Raises:
         UserError: nothing could be sampled.
     """
     sampler = LocalSampler(config, "train", engine, tokenizer, clock)
-    return asyncio.run(_measure(config, sampler, seconds, clock))
+    measured, groups = asyncio.run(_measure(config, sampler, seconds, clock))
+    if reader is None:
+        return measured
+    other = reader()
+    return replace(measured, mismatch=asyncio.run(_mismatch(sampler, other, groups)))
+
+
+async def _mismatch(sampler: LocalSampler, reader: Engine, groups: list[RolloutGroup]) -> float | None:
+    """Return how far what was sampled is from the reader's weights."""
+    assert isinstance(reader, PrefillEngine)
+    assert reader.installed is not None
+    try:
+        return await sampler.mismatch(reader, reader.installed, groups[:GROUPS_SCORED])
+    finally:
+        await reader.close()
 
 
 async def _measure(
     config: configuration.Config, sampler: LocalSampler, seconds: float, clock: Callable[[], float]
-) -> Measured:
-    """Sample one warm-up batch, then whole batches as in a worker's leases, at least `MIN_BATCHES` of them."""
+) -> tuple[Measured, list[RolloutGroup]]:
+    """Sample one warm-up batch, then whole batches as in a worker's leases, at least `MIN_BATCHES` of them. Return
+    their groups, too."""
     size = config.sampling.groups_per_batch
     batches: list[tuple[list[RolloutGroup], float]] = []
     async with aclosing(sampler):
@@ -171,7 +210,7 @@ async def _measure(
     num_rollouts = sum(group.num_rollouts for group in groups)
     rates = [sum(group.num_rollouts for group in batch) / took for batch, took in batches]
     rewards, scored = await _scored(config, sampler, groups)
-    return Measured(
+    measured = Measured(
         rollouts_per_second=num_rollouts / took,
         standard_error=statistics.stdev(rates) / math.sqrt(len(rates)),
         spread=statistics.pstdev(math.log(max(1e-9, group.generate_seconds)) for group in groups),
@@ -187,6 +226,7 @@ async def _measure(
         lengths=seen_lengths(scored, size) if scored else None,
         core_seconds=computed,
     )
+    return measured, groups
 
 
 async def _batch(sampler: LocalSampler, cursors: range) -> list[RolloutGroup]:

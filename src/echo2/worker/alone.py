@@ -33,6 +33,7 @@ from echo2.learner.core.fitting import model_config
 from echo2.reward.judge import open_judge
 from echo2.reward.reward_processes import RewardProcesses
 from echo2.rollouts import generate
+from echo2.rollouts.verification import PrefillEngine, check_group
 from echo2.tasks.streams import held_out_tasks, training_tasks
 from echo2.transport.regroup import as_one_row
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
@@ -149,6 +150,13 @@ class LocalSampler:
     def prompt_tokens(self, cursor: int) -> int:
         """Return the length of a task's prompt."""
         return len(encode_prompt(self.tasks.task(cursor), self._tokenizer))
+
+    async def mismatch(self, reader: PrefillEngine, ref: SnapshotRef, groups: Iterable[RolloutGroup]) -> float | None:
+        """Return the mean |log ratio| of the groups' tokens to what a reader with other weights says of them, in nats a
+        token; None if it can judge none."""
+        found = [await check_group(reader, ref, self._assignment(group.cursor), group) for group in groups]
+        num_tokens = sum(one.num_tokens for one in found)
+        return sum(one.mean_logprob * one.num_tokens for one in found) / num_tokens if num_tokens else None
 
     async def aclose(self) -> None:
         """End environments and engine. An interpreter that ends while its thread computes would abort."""

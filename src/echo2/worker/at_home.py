@@ -38,11 +38,25 @@ Measurement = tuple[float, bool, float]
 
 
 class Delivered:
-    """What the head has accepted of a worker."""
+    """What the head has accepted of a worker, and for how long the worker has attended. A machine of the run's owner
+    has its price for that time, a stranger for the part of it that accepted results took."""
 
-    def __init__(self, price_usd_per_hour: float) -> None:
-        self._price, self._since = price_usd_per_hour, time.monotonic()
+    def __init__(self, price_usd_per_hour: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._price, self._clock = price_usd_per_hour, clock
+        self._seconds = 0.0
+        self._since: float | None = None
         self.num_groups = self.num_rollouts = self.num_tokens = 0
+
+    def begin(self) -> None:
+        """The worker attends from now on."""
+        self._since = self._clock()
+
+    def end(self) -> None:
+        """The worker attends no longer."""
+        self._seconds, self._since = self._attended(), None
+
+    def _attended(self) -> float:
+        return self._seconds + (self._clock() - self._since if self._since is not None else 0.0)
 
     def add(self, group: wire.Delivery) -> None:
         self.num_groups += 1
@@ -50,8 +64,8 @@ class Delivered:
         self.num_tokens += sum(len(rollout.tokens) // TOKEN_BYTES for rollout in group.rollouts)
 
     def __str__(self) -> str:
-        hours = (time.monotonic() - self._since) / 3600
-        cost = f", {self._price * hours:.2f} dollars" if self._price else ""
+        hours = self._attended() / 3600
+        cost = f", at most {self._price * hours:.2f} dollars" if self._price else ""
         pairs = ((self.num_groups, "group"), (self.num_rollouts, "rollout"), (self.num_tokens, "token"))
         counts = ", ".join(counted(*pair) for pair in pairs)
         return f"delivered {counts} in {hours:.2f} hours{cost}"

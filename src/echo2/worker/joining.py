@@ -114,7 +114,11 @@ def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> WorkerC
             obstacle = f"the run does not let this machine round to {form} (workers.forms)"
         is_on_gpu = not obstacle and gpu and engines.uses_gpu(engine, options.device)
         candidates.append(EngineCandidate(engine, form, gpu if is_on_gpu else main, obstacle))
-    return choose(asked, candidates, "" if named == AUTO else named)
+    found = choose(asked, candidates, "" if named == AUTO else named)
+    if found.engine != AUTO:
+        return found
+    inside = engines.in_worker(config)
+    return replace(found, why=f"{inside.name}, since {inside.why}; {found.why}")
 
 
 def given_bytes(options: WorkerOptions) -> tuple[int, int]:

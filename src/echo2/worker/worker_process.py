@@ -210,6 +210,7 @@ class WorkerProcess:
         """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: events. Reconnects, and gives up
         after `patience_seconds` without the head."""
         patience_seconds = self._options.patience_seconds
+        self._delivered.begin()
         try:
             calls = self._hello, patience_seconds, self._disconnected, lambda: self._leaving
             async with aclosing(attended(self._link, *calls)) as orders:
@@ -221,6 +222,7 @@ class WorkerProcess:
                     else:
                         self._obey(order)
         finally:
+            self._delivered.end()
             self._stop_beating()
 
     def _disconnected(self) -> None:

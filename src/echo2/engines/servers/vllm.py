@@ -335,12 +335,14 @@ class VllmServer:
         ]
 
     async def _look_at_abilities(self, model: ServedModel) -> None:
-        """Check the server's features by sampling one token with top_k = 1, whose logprob must be 0.
+        """Check the server's features by sampling one token with top_k = 1, whose logprob must be 0. A bias makes it
+        the likeliest by far: top_k = 1 leaves all whose logits are equal, as in bfloat16 they often are.
 
         Raises:
             UserError: a feature is missing; the message names it.
         """
-        params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "detokenize": False}
+        params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logit_bias": {"0": 100.0}, "logprobs": 0}
+        params |= {"detokenize": False}
         body = {"token_ids": [0], "sampling_params": params, **({"model": ADAPTER} if model.adapter else {})}
         answer = await self._call("/inference/v1/generate", body, LOAD_SECONDS)
         try:

@@ -38,6 +38,9 @@ EXPELLED_SECONDS = Backoff(60.0, 3600.0)
 #: Engines in bfloat16 are at .005, in 8 bits at .02 to .05; wrong weights, or logprobs of another temperature or
 #: support than was sampled from, exceed the limit (docs/engines.md).
 MISMATCH_MAX, MISMATCH_TOKENS = 0.1, 1024.0
+#: The fewest tokens that tell a mismatch. Tokens at lag 0 are rare with a staleness bound, so a mean over fewer than
+#: `MISMATCH_TOKENS` counts, too, where it exceeds the limit by the root of how many fewer they are.
+MISMATCH_TOKENS_MIN = 128.0
 #: The same for workers that round their weights, whatever the form: a coarser one allows no more.
 MISMATCH_ROUNDED_MAX = 0.25
 #: If the absolute mean surprise over as many tokens exceeds this, in nats per token, all groups of the worker are
@@ -331,7 +334,7 @@ class TicketCredits:
 class WorkerPenalty:
     """How a worker has behaved. `patience`: its value at time `at`; `num_failed`: a stranger's leases in a row without
     a result; `num_refused`: since the last expulsion; `expelled_for`: reason of the last expulsion. `mismatch`: mean
-    |log ratio| at lag 0 over the last measured tokens, None if they were too few; `surprise`: likewise the mean of
+    |log ratio| at lag 0 over the last judged tokens, None if there were none; `surprise`: likewise the mean of
     -logprob less the entropy; `measured`: number of tokens and both sums since then. `sampled_with`: the
     newest weights of its accepted results.
     """
@@ -415,16 +418,20 @@ class WorkerPenalties:
         before = penalty.measured
         tokens, total, surprises = before[0] + num_tokens, before[1] + abs_log_ratio, before[2] + surprise
         penalty.measured = (tokens, total, surprises)
-        if tokens < MISMATCH_TOKENS:
+        if tokens < MISMATCH_TOKENS_MIN:
             return
-        penalty.mismatch, penalty.surprise, penalty.measured = total / tokens, surprises / tokens, (0.0, 0.0, 0.0)
-        most = MISMATCH_ROUNDED_MAX if form else MISMATCH_MAX
-        if penalty.mismatch > most:
+        mismatch, is_all = total / tokens, tokens >= MISMATCH_TOKENS
+        most = (MISMATCH_ROUNDED_MAX if form else MISMATCH_MAX) * math.sqrt(max(1.0, MISMATCH_TOKENS / tokens))
+        if is_all:
+            penalty.surprise = surprises / tokens
+        if is_all or mismatch > most:
+            penalty.mismatch, penalty.measured = mismatch, (0.0, 0.0, 0.0)
+        if mismatch > most:
             why = f"The form {form} is too coarse for this model, or its" if form else "Its"
             self.distrust(
                 worker_id,
-                f"its logprobs are {penalty.mismatch:.3g} nats a token away from the learner's for the same weights, "
-                f"over {tokens:.0f} tokens; {most:g} is allowed. {why} engine samples from other weights, or "
+                f"its logprobs are {mismatch:.3g} nats a token away from the learner's for the same weights, "
+                f"over {tokens:.0f} tokens; {most:.2g} is allowed. {why} engine samples from other weights, or "
                 "reports logprobs of another distribution than it samples from (temperature, top-k, top-p)",
             )
 
@@ -440,7 +447,10 @@ class WorkerPenalties:
     def mismatch(self, worker_id: str) -> float | None:
         """Return the mean |log ratio| of this worker at lag 0, in nats per token; None if there were too few tokens."""
         penalty = self._of.get(worker_id)
-        return None if penalty is None else penalty.mismatch
+        if penalty is None or penalty.mismatch is not None:
+            return None if penalty is None else penalty.mismatch
+        tokens, total, _ = penalty.measured
+        return total / tokens if tokens >= MISMATCH_TOKENS_MIN else None
 
     def is_odd(self, worker_id: str) -> bool:
         """Whether the worker's tokens are more or less surprising than their entropy predicts."""
