@@ -51,6 +51,8 @@ WORKERS_PER_PROCESS = 1500
 head_load.PUBLISH_STEPS = 2
 CALL_SECONDS = 60.0
 GROUPS_PER_STEP_MIN = 32
+#: Flags that the record names.
+CHOICES = ("seconds", "join_seconds", "settle_seconds", "samples", "tokens", "batch", "sampling_seconds", "restart")
 #: Until a process of workers has imported what it needs and made its links.
 READY_SECONDS = 60.0
 #: `echo2`, with the bounds on one address set to those on all.
@@ -158,6 +160,8 @@ class FakeWorker:
                 self._held.pop(lease.lease_id, None)
                 is_accepted = replies.items[0].accepted
                 self._note("accepted" if is_accepted else "refused", time.time() - began)
+                if is_accepted:
+                    self._note("acknowledged", lease.lease_id)
                 if self._leases.empty():
                     self._idle_since = began
 
@@ -352,12 +356,12 @@ async def measure(head: head_load.RealHead, count: int, options: argparse.Namesp
         learning.cancel()
         if fleet is not None:
             fleet.kill()
-    return {name: _rounded(value) for name, value in found.items()}
+    return {name: rounded(value) for name, value in found.items()}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_rounded(one) for one in value]
+        return [rounded(one) for one in value]
     return round(value, 3) if isinstance(value, float) else value
 
 
@@ -376,6 +380,7 @@ def main() -> None:
     parser.add_argument("--sampling-seconds", type=float, default=27.0, help="of a group, on average")
     parser.add_argument("--step", type=int, default=0, help="groups a step; 0: by workers")
     parser.add_argument("--restart", action="store_true", help="kill the head at the end, and start it again")
+    parser.add_argument("--out", type=Path, help="file for the figures (default: in results/)")
     parser.add_argument("--profile", default="", help="write the head's cProfile there; its times are not real ones")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
@@ -384,7 +389,7 @@ def main() -> None:
     if options.range:
         asyncio.run(workers(options))
         return
-    step = options.step
+    step, rows = options.step, []
     for count in options.workers:
         options.step = step or max(GROUPS_PER_STEP_MIN, count // 2)  # steps in advance shall not limit the workers
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -395,6 +400,9 @@ def main() -> None:
             finally:
                 head.close()
         print(json.dumps(found), flush=True)
+        rows.append(found)
+    chosen = {name: value for name, value in vars(options).items() if name in CHOICES}
+    print(recording.save("head_fleet", {"options": chosen, "rows": rows}, options.out))
 
 
 if __name__ == "__main__":
