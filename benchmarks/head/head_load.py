@@ -59,6 +59,8 @@ MODEL = (
     b'{"model_type": "llama", "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 31, '
     b'"intermediate_size": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}'
 )
+#: Flags that the record names.
+CHOICES = ("seconds", "samples", "tokens", "batch", "sampling_seconds", "step", "rounds")
 #: For an object store's stand-in to serve.
 SERVER_SECONDS = 120.0
 CONFIG = """
@@ -420,7 +422,8 @@ def main() -> None:
                 ratio = round(found["groups_per_cpu_second"] / first, 3)
                 rows.append({"store": store, "round": number, **found, "ratio": ratio, "load": os.getloadavg()[0]})
                 print(json.dumps(rows[-1]), flush=True)
-    print(recording.save("head_load", {"command": " ".join(sys.argv[1:]), "rows": rows}, options.out))
+    chosen = {name: value for name, value in vars(options).items() if name in CHOICES}
+    print(recording.save("head_load", {"options": chosen, "rows": rows}, options.out))
 
 
 if __name__ == "__main__":
