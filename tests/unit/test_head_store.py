@@ -148,9 +148,12 @@ def test_records_wake_no_message_that_waits_for_the_store(tmp_path: Path, monkey
     monkeypatch.setattr(mirror_module, "LOOK_SECONDS", 1e9)
     mirror = Mirror.open(RunDir(tmp_path), str(tmp_path / "store"), 0.0)
     asked, may_leave = list[int](), mirror._writer.may_leave
-    monkeypatch.setattr(
-        mirror._writer, "may_leave", lambda number, *more: asked.append(number) or may_leave(number, *more)
-    )
+
+    def noted(number: int, now: float, lag_seconds: float) -> bool:
+        asked.append(number)
+        return may_leave(number, now, lag_seconds)
+
+    monkeypatch.setattr(mirror._writer, "may_leave", noted)
     with closing(mirror.open_ledger()) as ledger:
 
         async def live() -> None:
