@@ -12,7 +12,8 @@ second, its memory and descriptors, at rest and while
     restart   the head is killed and started again while they sample
 
 and of the workers, between both: seconds from a delivery to its answer, and to the next lease where none waited. All
-come from one address, so the bounds on one address are set to those on all.
+come from one address, so the head takes each connection's for another one. The workers' processes are nicer than the
+head, which would else have a small share of a busy machine.
 """
 
 from __future__ import annotations
@@ -51,18 +52,20 @@ WORKERS_PER_PROCESS = 1500
 head_load.PUBLISH_STEPS = 2
 CALL_SECONDS = 60.0
 GROUPS_PER_STEP_MIN = 32
+#: Flags that the record names.
+CHOICES = ("seconds", "join_seconds", "settle_seconds", "samples", "tokens", "batch", "sampling_seconds", "restart")
 #: Until a process of workers has imported what it needs and made its links.
 READY_SECONDS = 60.0
-#: `echo2`, with the bounds on one address set to those on all.
+#: `echo2`, to which each connection comes from an address of its own.
 ECHO2 = """
-import sys
-from echo2.transport import limits
-limits.CONNECTIONS_PER_ADDRESS_MAX = limits.UNPROVEN_PER_ADDRESS_MAX = limits.CONNECTIONS_MAX
-limits.HANDSHAKES_PER_SECOND_PER_ADDRESS = limits.HANDSHAKES_PER_SECOND
-limits.HANDSHAKES_BURST_PER_ADDRESS = limits.HANDSHAKES_BURST
+import itertools, sys
+from echo2.transport import door
+door.network = lambda host, numbers=itertools.count(): f"{host} {next(numbers)}"
 from echo2.cli import main
 sys.exit(main())
 """
+#: Of the workers' processes, above the head's.
+NICE = 5
 
 
 # ---- the workers' side -----------------------------------------------------------------------------------------------
@@ -158,6 +161,8 @@ class FakeWorker:
                 self._held.pop(lease.lease_id, None)
                 is_accepted = replies.items[0].accepted
                 self._note("accepted" if is_accepted else "refused", time.time() - began)
+                if is_accepted:
+                    self._note("acknowledged", lease.lease_id)
                 if self._leases.empty():
                     self._idle_since = began
 
@@ -221,7 +226,7 @@ class Fleet:
             words = ["--directory", str(head.directory), "--address", head.address, "--range", str(first), str(last)]
             for name in ("samples", "tokens", "batch", "sampling_seconds", "join_seconds"):
                 words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-            self._processes.append(subprocess.Popen([sys.executable, __file__, *words]))
+            self._processes.append(subprocess.Popen(["nice", "-n", str(NICE), sys.executable, __file__, *words]))
         until = time.time() + READY_SECONDS + count / 100
         while any(not (self._directory / f"ready-{first}").exists() for first in self._firsts):
             if time.time() > until:
@@ -352,12 +357,12 @@ async def measure(head: head_load.RealHead, count: int, options: argparse.Namesp
         learning.cancel()
         if fleet is not None:
             fleet.kill()
-    return {name: _rounded(value) for name, value in found.items()}
+    return {name: rounded(value) for name, value in found.items()}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_rounded(one) for one in value]
+        return [rounded(one) for one in value]
     return round(value, 3) if isinstance(value, float) else value
 
 
@@ -376,6 +381,7 @@ def main() -> None:
     parser.add_argument("--sampling-seconds", type=float, default=27.0, help="of a group, on average")
     parser.add_argument("--step", type=int, default=0, help="groups a step; 0: by workers")
     parser.add_argument("--restart", action="store_true", help="kill the head at the end, and start it again")
+    parser.add_argument("--out", type=Path, help="file for the figures (default: in results/)")
     parser.add_argument("--profile", default="", help="write the head's cProfile there; its times are not real ones")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
@@ -384,7 +390,7 @@ def main() -> None:
     if options.range:
         asyncio.run(workers(options))
         return
-    step = options.step
+    step, rows = options.step, []
     for count in options.workers:
         options.step = step or max(GROUPS_PER_STEP_MIN, count // 2)  # steps in advance shall not limit the workers
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -395,6 +401,9 @@ def main() -> None:
             finally:
                 head.close()
         print(json.dumps(found), flush=True)
+        rows.append(found)
+    chosen = {name: value for name, value in vars(options).items() if name in CHOICES}
+    print(recording.save("head_fleet", {"options": chosen, "rows": rows}, options.out))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,20 @@
 A real `echo2 head`, a learner that trains nothing, and fake workers that answer each batch of leases at once with
 rollouts made beforehand; all gRPC with mutual TLS on loopback, the workers in processes of their own, the reward
 (`exact_match`) in its usual one. Counted from the first trained step on: groups that a step was trained on, and events
-of the head's log, per second of the head process's own CPU time, so that other load on the machine does not count.
+of the head's log, per second of the head process's own CPU time, so that other load on the machine does not count; and
+of the workers, how long an acknowledgement took.
+
+    make bench-head_load ARGS='--workers 10 --rounds 5 --stores none store store?lag_seconds=30 s3://bucket/run'
+
+compares stores, one after the other in each round. Where `s3://` is among them and AWS_ENDPOINT_URL is not set, moto's
+server is the object store (`pip install s3fs 'moto[server]'`), in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import socket
@@ -21,11 +28,12 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import recording
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from echo2.config.rundir import RunDir
@@ -51,6 +59,10 @@ MODEL = (
     b'{"model_type": "llama", "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 31, '
     b'"intermediate_size": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}'
 )
+#: Flags that the record names.
+CHOICES = ("seconds", "samples", "tokens", "batch", "sampling_seconds", "step", "rounds")
+#: For an object store's stand-in to serve.
+SERVER_SECONDS = 120.0
 CONFIG = """
 [model]
 path = "{model}"
@@ -129,6 +141,7 @@ async def beat(link: GrpcLink, installed: wire.SnapshotId) -> None:
 async def attend(link: GrpcLink, installed: wire.SnapshotId, options: argparse.Namespace) -> None:
     hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=options.batch * options.samples, installed=installed)
     samples = rollouts(options.samples, options.tokens, 0)
+    notes = options.directory / f"acknowledged-{options.range[0]}"
     async for order in link.stream("Attend", hello):
         if order.HasField("snapshot"):
             installed.version = order.snapshot.version
@@ -148,7 +161,10 @@ async def attend(link: GrpcLink, installed: wire.SnapshotId, options: argparse.N
         ]
         if items:
             await asyncio.sleep(options.sampling_seconds)
+            began = time.time()
             await link.call("Deliver", wire.Deliveries(items=items), 60.0)
+            with notes.open("a") as file:
+                file.write(f"{began} {time.time() - began}\n")
 
 
 async def workers(options: argparse.Namespace) -> None:
@@ -204,6 +220,52 @@ def store_waits(run: Path) -> list[float]:
     return [row["store/wait_seconds"] for row in rows[1:] if "store/wait_seconds" in row]
 
 
+def acknowledgement_ms(directory: Path, since: float, until: float) -> list[float]:
+    """How long the deliveries took that workers began between these times."""
+    texts = [path.read_text() for path in directory.glob("acknowledged-*")]
+    notes = [line.split() for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [1000 * float(seconds) for at, seconds in notes if since <= float(at) <= until]
+
+
+def spread(values: list[float]) -> list[float]:
+    """Quartiles and the 99th percentile."""
+    return [round(recording.quantile(values, share), 2) for share in (0.25, 0.5, 0.75, 0.99)]
+
+
+@contextmanager
+def object_store(stores: list[str]) -> Iterator[None]:
+    """moto's server, if one of the stores is in S3 and none is named."""
+    buckets = {store.removeprefix("s3://").partition("/")[0] for store in stores if store.startswith("s3://")}
+    if not buckets or "AWS_ENDPOINT_URL" in os.environ:
+        yield
+        return
+    port = free_port()
+    os.environ |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
+    os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.time() + SERVER_SECONDS
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            if server.poll() is not None or time.time() > until:
+                raise SystemExit("moto's server did not start: pip install s3fs 'moto[s3]' flask flask-cors")
+            time.sleep(0.2)
+        for bucket in buckets:
+            importlib.import_module("s3fs").S3FileSystem().mkdir(bucket)
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def enrol(directory: Path, address: str, count: int) -> None:
     """All workers at once, before the head runs: over the wire it admits four a second."""
     identity = RunIdentity.create_or_load(RunDir(directory / "run").identity)
@@ -225,9 +287,7 @@ class RealHead:
         echo2: tuple[str, ...] = ("-m", "echo2"),
         store: str = "none",
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.directory, self.run, self.address = directory, directory / "run", f"127.0.0.1:{port}"
         (directory / "model").mkdir()
         for name, data in {"config.json": MODEL, "model.safetensors": b"", **tokenizer_files()}.items():
@@ -235,8 +295,8 @@ class RealHead:
         sizes = {"samples": options.samples, "tokens": options.tokens, "batch": options.batch, "step": options.step}
         sizes["publish"] = PUBLISH_STEPS
         config = directory / "run.toml"
-        store = "" if store == "none" else store if "://" in store else f"{directory}/{store}"
-        config.write_text(CONFIG.format(model=directory / "model", port=port, store=store, **sizes))
+        self.store = "" if store == "none" else store if "://" in store else f"{directory}/{store}"
+        config.write_text(CONFIG.format(model=directory / "model", port=port, store=self.store, **sizes))
         enrol(directory, self.address, count)
         self._log = open(directory / "head.log", "wb")  # noqa: SIM115 (closed with the head)
         command = [sys.executable, *echo2, "head", str(config), "--out", str(self.run)]
@@ -301,10 +361,11 @@ async def measure(head: RealHead, count: int, options: argparse.Namespace) -> di
     marks = list[tuple[int, float]]()
     async with at_work(head, count, options, marks):
         attending = head.attending()
-        pid = head.process.pid
+        pid, since = head.process.pid, time.time()
         before = cpu_seconds(pid), num_events(head.run), len(marks), time.perf_counter(), mebibytes(pid)
         await asyncio.sleep(options.seconds)
         after = cpu_seconds(pid), num_events(head.run), len(marks), time.perf_counter(), mebibytes(pid)
+    waited = acknowledgement_ms(head.directory, since, time.time())
     cpu, events, seconds = after[0] - before[0], after[1] - before[1], after[3] - before[3]
     groups = sum(number for number, _ in marks[before[2] : after[2]])
     return {
@@ -315,6 +376,7 @@ async def measure(head: RealHead, count: int, options: argparse.Namespace) -> di
         "events_per_cpu_second": round(events / cpu, 1),
         "groups_per_second": round(groups / seconds, 1),
         "head_cpu_share": round(cpu / seconds, 3),
+        "ack_ms": spread(waited) if waited else [],
         **({"wait_ms": round(1000 * statistics.mean(waits), 2)} if (waits := store_waits(head.run)) else {}),
         "mebibytes_before": round(before[4], 1),
         "mebibytes_after": round(after[4], 1),
@@ -333,6 +395,8 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=128, help="groups a step")
     text = "none, a directory's name or a URL, with or without ?lag_seconds=N; ratios are to the first"
     parser.add_argument("--stores", nargs="+", default=["none"], help=text)
+    parser.add_argument("--rounds", type=int, default=1, help="so often, each store in turn")
+    parser.add_argument("--out", type=Path, help="file for the figures (default: in results/)")
     parser.add_argument("--profile", default="", help="write the head's cProfile there; its times are not real ones")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
@@ -341,18 +405,25 @@ def main() -> None:
     if options.range:
         asyncio.run(workers(options))
         return
-    for count in options.workers:
-        first = 0.0
-        for store in options.stores:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                head = RealHead(Path(folder), count, options, store=store)
-                try:
-                    found = asyncio.run(measure(head, count, options))
-                finally:
-                    head.close()
-            first = first or found["groups_per_cpu_second"]
-            ratio = round(found["groups_per_cpu_second"] / first, 3)
-            print(json.dumps({"store": store, **found, "ratio": ratio}), flush=True)
+    rows = list[dict[str, Any]]()
+    with object_store(options.stores):
+        for count, number in ((count, number) for count in options.workers for number in range(options.rounds)):
+            first = 0.0
+            for store in options.stores:
+                place, mark, lag = store.partition("?")  # of each measurement a place of its own
+                place += f"-{len(rows)}" if "://" in store else ""
+                with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                    head = RealHead(Path(folder), count, options, store=f"{place}{mark}{lag}")
+                    try:
+                        found = asyncio.run(measure(head, count, options))
+                    finally:
+                        head.close()
+                first = first or found["groups_per_cpu_second"]
+                ratio = round(found["groups_per_cpu_second"] / first, 3)
+                rows.append({"store": store, "round": number, **found, "ratio": ratio, "load": os.getloadavg()[0]})
+                print(json.dumps(rows[-1]), flush=True)
+    chosen = {name: value for name, value in vars(options).items() if name in CHOICES}
+    print(recording.save("head_load", {"options": chosen, "rows": rows}, options.out))
 
 
 if __name__ == "__main__":

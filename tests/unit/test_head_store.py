@@ -143,6 +143,33 @@ def test_an_unreachable_store_delays_acknowledgements_with_a_reason(
     asyncio.run(live())
 
 
+def test_records_wake_no_message_that_waits_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record woke all of them: with ten workers a fifth of the head's time."""
+    monkeypatch.setattr(mirror_module, "LOOK_SECONDS", 1e9)
+    mirror = Mirror.open(RunDir(tmp_path), str(tmp_path / "store"), 0.0)
+    asked, may_leave = list[int](), mirror._writer.may_leave
+
+    def noted(number: int, now: float, lag_seconds: float) -> bool:
+        asked.append(number)
+        return may_leave(number, now, lag_seconds)
+
+    monkeypatch.setattr(mirror._writer, "may_leave", noted)
+    with closing(mirror.open_ledger()) as ledger:
+
+        async def live() -> None:
+            ledger.set_meta("number", 0)
+            waiting = [asyncio.ensure_future(mirror.stored()) for _ in range(8)]
+            for number in range(32):
+                await asyncio.sleep(0)
+                ledger.set_meta("number", number)
+            assert len(asked) == len(waiting)
+            running = asyncio.create_task(mirror.run(lambda _: None))
+            await asyncio.gather(*waiting)
+            running.cancel()
+
+        asyncio.run(live())
+
+
 def test_writes_that_waited_for_a_starting_head_are_not_blamed_on_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

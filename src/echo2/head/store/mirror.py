@@ -149,7 +149,8 @@ class Mirror:
         self.objects, self.lag_seconds, self.has_caught_up = objects, lag_seconds, has_caught_up
         self._url, self._writer, self._ledger, self.epoch = url, writer, ledger, writer.epoch
         self._clock, self._began_at = Clock(), math.inf
-        self._changed = asyncio.Event()  # replaced at each change
+        self._changed = asyncio.Event()  # what is stored, and who may write; replaced at each change
+        self._wanted = asyncio.Event()  # there is something to send
         self._error = ""
         self._copying: asyncio.Task[None] | None = None
         self._copy_bytes = 0
@@ -189,7 +190,7 @@ class Mirror:
 
     def _add(self, number: int, record: bytes) -> None:
         self._writer.add(number, record, self._clock.now())
-        self._notify()
+        self._wanted.set()  # waiting messages are not told: no record lets them go
 
     def _notify(self) -> None:
         self._changed.set()
@@ -205,16 +206,9 @@ class Mirror:
         number, started = self._writer.added, self._clock.now()
         while not self._writer.may_leave(number, self._clock.now(), lag_seconds):
             self.check()
-            await self._change()
+            await _came(self._changed, LOOK_SECONDS)
         self._num_waits += 1
         self._waited_seconds += self._clock.now() - started
-
-    async def _change(self, seconds: float = LOOK_SECONDS) -> bool:
-        """Wait for a change. Return False if there was none for so long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._changed.wait()
-        return False
 
     def check(self) -> None:
         """Raises PeerError if this head may not answer now: the store takes nothing, or another head has the run."""
@@ -289,7 +283,8 @@ class Mirror:
     async def _step(self, fail: Callable[[Exception], object]) -> None:
         sending, position = self._writer.to_send(), self._writer.position
         if sending is None:
-            is_quiet = not await self._change(PROBE_SECONDS)
+            self._wanted.clear()
+            is_quiet = not await _came(self._wanted, PROBE_SECONDS)
             if is_quiet and (there := await asyncio.to_thread(self.objects.get, entry_key(position))) is not None:
                 self._writer.answered(decode(there, Entry))
             return
@@ -308,7 +303,7 @@ class Mirror:
             await asyncio.to_thread(self.objects.upload, f"copies/{name}", sealed(pieces_of(aside)))
             self._copy_bytes = aside.stat().st_size
             while self._writer.stored < number and self._writer.fenced is None:
-                await self._change()
+                await _came(self._changed, LOOK_SECONDS)
             if self._writer.fenced is None:
                 await asyncio.to_thread(add_mark, self.objects, Mark(name, number, position, self._writer.beginnings))
         except (LinkError, UserError, OSError) as error:
@@ -324,8 +319,16 @@ class Mirror:
                     await self._changed.wait()
                 self._over = over
                 while self._sign.over != over and self._writer.fenced is None:
-                    self._notify()
+                    self._wanted.set()
                     await self._changed.wait()
+
+
+async def _came(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event. Return False if it did not come for so long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    return False
 
 
 def _copied(ledger: Path) -> Iterator[bytes]:
