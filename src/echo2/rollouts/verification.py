@@ -81,8 +81,8 @@ TOLERANCES = {
 
 #: llama.cpp also rounds what it multiplies with rounded weights, so the means of honest groups come near to the limits:
 #: of SmolLM2 in 8 bits, three of 128 groups of 64 tokens were outside. They scatter with the root of the number of
-#: tokens; groups of fewer than this may be further off by as much. At 64 tokens that is .158 nats and .0024, and a
-#: temperature of .9 came to .161 and .0029 there: more leeway would hide it.
+#: tokens; groups of fewer than this may be further off by as much. At 64 tokens that is .158 nats and .0024; two groups
+#: of 384 tokens at a temperature of .9 came to .161 and .0029, so more leeway could hide that.
 ROUNDED_TOKENS = 160
 
 
