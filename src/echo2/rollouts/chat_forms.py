@@ -130,22 +130,22 @@ def message_of(text: str, has_tools: bool, call_number: int) -> Json:
     call stays in the text, and the harness decides what to reply."""
     calls: list[Json] = []
 
-    def taken(found: re.Match[str]) -> str:
+    def collect_call(match: re.Match[str]) -> str:
         try:
-            call = parse_json(found.group(1))
+            call = parse_json(match.group(1))
         except ValueError:
-            return found.group(0)
-        given = call.get("arguments") or {} if isinstance(call, dict) else None
-        if not isinstance(given, dict) or not isinstance(call.get("name"), str) or half_character(call):
-            return found.group(0)
-        function = {"name": call["name"], "arguments": json.dumps(given)}
+            return match.group(0)
+        arguments = call.get("arguments") or {} if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or half_character(call):
+            return match.group(0)
+        function = {"name": call["name"], "arguments": json.dumps(arguments)}
         calls.append({"id": f"call_{call_number}_{len(calls)}", "type": "function", "function": function})
         return ""
 
-    left = TOOL_CALL.sub(taken, text) if has_tools else text
+    remaining_text = TOOL_CALL.sub(collect_call, text) if has_tools else text
     if not calls:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": left.strip() or None, "tool_calls": calls}
+    return {"role": "assistant", "content": remaining_text.strip() or None, "tool_calls": calls}
 
 
 def _with_arguments(call: Any) -> Json:
@@ -153,8 +153,8 @@ def _with_arguments(call: Any) -> Json:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise bad("a tool call has no function with a name")
     try:
-        given = function.get("arguments") or {}
-        arguments = parse_json(given) if isinstance(given, str) else given
+        raw_arguments = function.get("arguments") or {}
+        arguments = parse_json(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
     except ValueError as error:
         raise bad(f"the arguments of a tool call are not JSON: {error}") from error
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
@@ -169,8 +169,8 @@ def _text(content: Any) -> str:
 
 
 def _inner(body: Json, outer: str, name: str) -> Any:
-    found = body.get(outer)
-    return found.get(name) if isinstance(found, Mapping) else None
+    inner = body.get(outer)
+    return inner.get(name) if isinstance(inner, Mapping) else None
 
 
 def _messages(messages: Any) -> list[Json]:
@@ -291,11 +291,11 @@ def tokens_of(completion: Completion) -> Json:
 def _anthropic_call(body: Json) -> ChatCall:
     if body.get("max_tokens") is None:
         raise bad("max_tokens: Field required")
-    said = body.get("messages")
-    if not isinstance(said, list):
+    anthropic_messages = body.get("messages")
+    if not isinstance(anthropic_messages, list):
         raise bad("messages is not a list")
     system = _text(body.get("system"))
-    messages = [one for message in said for one in _openai_messages(message)]
+    messages = [one for message in anthropic_messages for one in _openai_messages(message)]
     tools = [_openai_tool(tool) for tool in _tools(body.get("tools")) or ()]
     return ChatCall(
         _messages([*([{"role": "system", "content": system}] if system else []), *messages]),
@@ -325,8 +325,8 @@ def _openai_messages(message: Any) -> Iterator[Json]:
         match block:
             case {"type": "tool_result", "tool_use_id": used}:
                 yield {"role": "tool", "tool_call_id": used, "content": _text(block.get("content"))}
-            case {"type": "tool_use", "id": used, "name": name, "input": given}:
-                calls.append({"id": used, "type": "function", "function": {"name": name, "arguments": given}})
+            case {"type": "tool_use", "id": used, "name": name, "input": arguments}:
+                calls.append({"id": used, "type": "function", "function": {"name": name, "arguments": arguments}})
             case {"type": "thinking" | "redacted_thinking"}:
                 pass
             case _:
@@ -340,8 +340,8 @@ def _anthropic_answer(request_id: str, answers: Sequence[ChatAnswer]) -> Json:
     calls = one.message.get("tool_calls", ())
     blocks: list[Json] = [{"type": "text", "text": one.message["content"]}] if one.message["content"] else []
     for call in calls:
-        name, given = call["function"]["name"], json.loads(call["function"]["arguments"])
-        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     ended = "stop_sequence" if one.stop else "max_tokens" if one.completion.finish == "length" else "end_turn"
     return {
         **_anthropic_message(request_id, len(one.prompt)),

@@ -79,7 +79,7 @@ CLOSE_SECONDS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Conversation:
     """A conversation up to and including an answer: its messages (as `essence`), its tools and its tokens."""
 
     essences: list[tuple[Any, ...]]
@@ -92,7 +92,7 @@ class ChatRollout:
 
     def __init__(self, recorded: RecordedRollout) -> None:
         self.recorded = recorded
-        self._said: list[_Said] = []
+        self._conversations: list[_Conversation] = []
 
     async def answers(
         self, call: ChatCall, bounds: CallBounds, tell: Callable[[Piece], None] | None = None
@@ -111,11 +111,11 @@ class ChatRollout:
         except TextTooLong as error:
             raise self.recorded.full(str(error)) from error
         async with together() as answers:
-            asked = [
+            tasks = [
                 answers.create_task(self._answer(call, prompt, bounds, index, tell))
                 for index in range(call.num_answers)
             ]
-        return [one.result() for one in asked]
+        return [one.result() for one in tasks]
 
     async def _answer(
         self,
@@ -141,21 +141,23 @@ class ChatRollout:
         at, stop = min(((text.find(one), one) for one in call.stop if one in text), default=(len(text), ""))
         message = message_of(text[:at], bool(call.tools), self.recorded.num_calls)
         essences = [essence(one) for one in [*call.messages, plain(message)]]
-        self._said.append(_Said(essences, call.tools, prompt + completion.tokens))
+        self._conversations.append(_Conversation(essences, call.tools, prompt + completion.tokens))
         if telling is not None:
             telling.end(message["content"] or "")
         return ChatAnswer(completion, prompt, message, stop)
 
-    def _prompt(self, said: list[Json], tools: Any) -> array[int]:
-        tokenizer, essences = self.recorded.tokenizer, [essence(one) for one in said]
-        known = [
-            one for one in tuple(self._said) if one.tools == tools and essences[: len(one.essences)] == one.essences
+    def _prompt(self, messages: list[Json], tools: Any) -> array[int]:
+        tokenizer, essences = self.recorded.tokenizer, [essence(one) for one in messages]
+        conversations = [
+            one
+            for one in tuple(self._conversations)
+            if one.tools == tools and essences[: len(one.essences)] == one.essences
         ]
-        before = max(known, key=lambda one: len(one.essences), default=None)
+        before = max(conversations, key=lambda one: len(one.essences), default=None)
         try:
-            if before is None or len(before.essences) == len(said):
-                return rendered_tokens(tokenizer, said, tools)
-            return before.tokens + following_tokens(tokenizer, said[len(before.essences) :], before.tokens[-1])
+            if before is None or len(before.essences) == len(messages):
+                return rendered_tokens(tokenizer, messages, tools)
+            return before.tokens + following_tokens(tokenizer, messages[len(before.essences) :], before.tokens[-1])
         except TextTooLong:
             raise
         except UserError as error:
@@ -266,15 +268,15 @@ class LoopbackEndpoint:
 
             bounds = CallBounds(is_trained=not key.endswith(UNTRAINED), is_heard=is_heard)
             try:
-                found = await answer(rollout, await _read(request), bounds)
+                reply = await answer(rollout, await _read(request), bounds)
             except (UserError, PeerError) as failure:
                 return error(*_refusal(rollout, failure))
-            if isinstance(found, dict):
-                return JSONResponse(found)
+            if isinstance(reply, dict):
+                return JSONResponse(reply)
 
             async def stream() -> AsyncIterator[str]:
                 try:
-                    async for event in found:
+                    async for event in reply:
                         yield event
                 except (UserError, PeerError) as failure:  # the status has been sent
                     yield told(words(*_refusal(rollout, failure)))
@@ -389,5 +391,5 @@ def _token_ids(name: str, value: Any) -> array[int]:
 
 
 def _request_id(body: Mapping[str, Any]) -> str:
-    given = body.get("request_id")
-    return given if isinstance(given, str) and len(given) <= 200 else secrets.token_hex(8)
+    request_id = body.get("request_id")
+    return request_id if isinstance(request_id, str) and len(request_id) <= 200 else secrets.token_hex(8)

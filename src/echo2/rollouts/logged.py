@@ -104,18 +104,18 @@ class _Tree:
     """Counts of the prefixes of all logged answers: how often the log goes on with each token after each prefix."""
 
     def __init__(self, answers: Mapping[str, int], tokenizer: Tokenizer, is_chat: bool) -> None:
-        self._seen: Counter[tuple[int, ...]] = Counter()
+        self._prefix_counts: Counter[tuple[int, ...]] = Counter()
         for text, count in answers.items():
             tokens = tuple(answer_tokens(text, tokenizer, is_chat))
             for length in range(len(tokens) + 1):
-                self._seen[tokens[:length]] += count
+                self._prefix_counts[tokens[:length]] += count
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the logprob of each token given the tokens before it; zeros if this answer was not counted."""
         path = [tuple(tokens[:length]) for length in range(len(tokens) + 1)]
-        if not self._seen[path[-1]]:
+        if not self._prefix_counts[path[-1]]:
             return [0.0] * len(tokens)
-        counts = [self._seen[prefix] for prefix in path]
+        counts = [self._prefix_counts[prefix] for prefix in path]
         return [math.log(after / before) for before, after in pairwise(counts)]
 
 
@@ -165,5 +165,9 @@ def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, versio
 
 def _scaled(logprobs: list[float], total: float) -> list[float]:
     """Scale the logprobs so that they add up to `total`; if all are 0, spread `total` evenly."""
-    found = math.fsum(logprobs)
-    return [value * (total / found) for value in logprobs] if found else [total / len(logprobs)] * len(logprobs)
+    current_total = math.fsum(logprobs)
+    return (
+        [value * (total / current_total) for value in logprobs]
+        if current_total
+        else [total / len(logprobs)] * len(logprobs)
+    )

@@ -78,7 +78,7 @@ class RecordedRollout:
         self.tokenizer = tokenizer
         self._engine, self._assignment, self._sample = engine, assignment, sample
         self._rows: list[_Row] = []
-        self._asked: set[asyncio.Future[Outcome]] = set()
+        self._pending: set[asyncio.Future[Outcome]] = set()
         self._failure: RequestFailure | None = None
         self._is_over, self.num_calls = False, 0
 
@@ -150,8 +150,8 @@ class RecordedRollout:
     def close(self) -> None:
         """Accept no more calls, and abort those under way."""
         self._is_over = True
-        for asked in self._asked:
-            asked.cancel()
+        for future in self._pending:
+            future.cancel()
 
     def _refuse_if_over(self) -> None:
         if self._is_over or self._failure is not None:
@@ -163,9 +163,11 @@ class RecordedRollout:
 
     def _row(self, prompt: array[int], is_trained: bool) -> _Row:
         """Return the longest row that this prompt continues, or a new one."""
-        known = [row for row in self._rows if row.is_trained == is_trained and row.spoken.turns and not row.is_asking]
-        known = [row for row in known if prompt[: len(row.tokens)] == row.tokens]
-        return max(known, key=lambda row: len(row.tokens), default=_Row(prompt, is_trained))
+        candidates = [
+            row for row in self._rows if row.is_trained == is_trained and row.spoken.turns and not row.is_asking
+        ]
+        candidates = [row for row in candidates if prompt[: len(row.tokens)] == row.tokens]
+        return max(candidates, key=lambda row: len(row.tokens), default=_Row(prompt, is_trained))
 
     def _room(self, row: _Row, prompt: array[int], num_tokens: int) -> int:
         """Return the longest answer in a row that has `num_tokens` behind its first prompt.
@@ -200,14 +202,14 @@ class RecordedRollout:
         request = SampleRequest(
             prompt, seed, 0, params, bounds.stop_tokens, in_turns=True, stop=bounds.stop, on_token=bounds.on_token
         )
-        asked = self._engine.submit(request)
-        self._asked.add(asked)
+        future = self._engine.submit(request)
+        self._pending.add(future)
         try:
-            return await asked
+            return await future
         except asyncio.CancelledError as error:
             asking = asyncio.current_task()
             if asking is not None and asking.cancelling():
                 raise
             raise CallRefused(409, "rollout_over", "the rollout was given up") from error
         finally:
-            self._asked.discard(asked)
+            self._pending.discard(future)

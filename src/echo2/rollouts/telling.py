@@ -26,7 +26,7 @@ class Telling:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], has_tools: bool, tell: Callable[[str], None]) -> None:
         self._tokenizer, self._has_tools, self._tell = tokenizer, has_tools, tell
         self._marks = (*stop, TOOL_MARK) if has_tools else tuple(stop)
-        self._said: list[str] = []
+        self._sent_texts: list[str] = []
         self._held = ""
         # Of these tokens, which are decoded together, the first have been: decoders treat the first of a text apart.
         self._tokens, self._num_decoded = array("i"), 0
@@ -52,7 +52,7 @@ class Telling:
         Raises:
             UserError: the tokenizer changes the beginning of a text when more tokens follow.
         """
-        sent = "".join(self._said)
+        sent = "".join(self._sent_texts)
         if not content.startswith(sent):
             detail = f"{content[:80]!r} does not begin with {sent[:80]!r}, which was sent"
             raise UserError(f"This model's tokenizer rewrites text, so call without `stream`: {detail}.")
@@ -60,7 +60,7 @@ class Telling:
 
     def _say(self, text: str) -> None:
         if text:
-            self._said.append(text)
+            self._sent_texts.append(text)
             self._tell(text)
 
     def _certain(self) -> int:
@@ -69,7 +69,7 @@ class Telling:
         length = min((_before(held, mark) for mark in self._marks), default=len(held))
         if not self._has_tools:
             return length
-        is_stripped = not self._said and held[:1].isspace()  # if there will be a tool call
+        is_stripped = not self._sent_texts and held[:1].isspace()  # if there will be a tool call
         return 0 if is_stripped else len(held[:length].rstrip())
 
 

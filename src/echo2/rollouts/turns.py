@@ -36,7 +36,7 @@ class Lockstep:
 
     def __init__(self, engine: Engine, num_rollouts: int) -> None:
         self._engine, self._num_left = engine, num_rollouts
-        self._asked: list[tuple[SampleRequest, asyncio.Future[Outcome]]] = []
+        self._requests: list[tuple[SampleRequest, asyncio.Future[Outcome]]] = []
 
     @property
     def installed(self) -> SnapshotRef | None:
@@ -50,24 +50,24 @@ class Lockstep:
     def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
         """See `Engine.submit`. Aborting one request does not change the shapes of the others' computation."""
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._asked.append((request, future))
+        self._requests.append((request, future))
         self._start()
         return future
 
     def leave(self) -> None:
         """A rollout has ended or was given up: the others no longer wait for it."""
         self._num_left -= 1
-        self._asked = [(request, future) for request, future in self._asked if not future.cancelled()]
+        self._requests = [(request, future) for request, future in self._requests if not future.cancelled()]
         self._start()
 
     def _start(self) -> None:
         """Start one batch once every rollout has asked. The batch is aborted when no rollout waits for a result."""
-        if not self._asked or len(self._asked) < self._num_left:
+        if not self._requests or len(self._requests) < self._num_left:
             return
-        asked, self._asked = self._asked, []
-        asked.sort(key=lambda each: (each[0].seed, each[0].sample))  # the order in which rollouts ask must not matter
-        submitted = self._engine.submit_together([request for request, _ in asked])
-        num_awaited = len(asked)
+        batch, self._requests = self._requests, []
+        batch.sort(key=lambda each: (each[0].seed, each[0].sample))  # the order in which rollouts ask must not matter
+        submitted = self._engine.submit_together([request for request, _ in batch])
+        num_awaited = len(batch)
 
         def answered(_: asyncio.Future[Outcome]) -> None:
             nonlocal num_awaited
@@ -76,7 +76,7 @@ class Lockstep:
                 for future in submitted:
                     future.cancel()
 
-        for (_, future), engines in zip(asked, submitted, strict=True):
+        for (_, future), engines in zip(batch, submitted, strict=True):
             future.add_done_callback(answered)
             engines.add_done_callback(partial(_pass_on, future))
 

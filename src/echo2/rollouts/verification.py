@@ -155,10 +155,10 @@ async def check_group(
     compared, regrets, bits = list[Comparison](), list[Floats](), 32
     for sample, rollout, of_rollout in zip(group.sample_numbers, group.rollouts, readings, strict=True):
         numbers_T, parts, of_routes = numbers_of(assignment, sample, rollout), list[Comparison](), list[Floats]()
-        for reading, found in zip(of_rollout, prefills, strict=False):
-            parts.append(compare(rollout, found, numbers_T, reading))
-            of_routes.append(found.regrets)
-            bits = min(bits, found.bits)
+        for reading, prefill in zip(of_rollout, prefills, strict=False):
+            parts.append(compare(rollout, prefill, numbers_T, reading))
+            of_routes.append(prefill.regrets)
+            bits = min(bits, prefill.bits)
         compared += nearest(of_rollout, parts)
         regrets.append(regrets_of(of_routes))
     # A token server may compute in 16 bits even if the weights have 32.
@@ -217,12 +217,12 @@ def _reads(rollout: Rollout, start: int, stop: int, held: Container[int]) -> tup
 
 def numbers_of(assignment: Assignment, sample: int, rollout: Rollout) -> Floats:
     """Return the random number that each token must be drawn with; 0 for environments' tokens."""
-    seed, found = assignment.lease.seed, np.zeros(len(rollout.tokens))
+    seed, numbers = assignment.lease.seed, np.zeros(len(rollout.tokens))
     for turn, (start, stop) in enumerate(turns_of(assignment, rollout)):
         of_turn = ([derived_seed(seed, sample, turn)], [0]) if assignment.environment else ([seed], [sample])
         keys = np.repeat(stream_keys(*of_turn), stop - start)
-        found[start:stop] = uniforms(keys, np.arange(stop - start, dtype=np.int64))
-    return found
+        numbers[start:stop] = uniforms(keys, np.arange(stop - start, dtype=np.int64))
+    return numbers
 
 
 def shows_turns(assignment: Assignment) -> bool:
@@ -268,10 +268,10 @@ def _request(assignment: Assignment, rollout: Rollout, reads: Spans, places: Int
     )
 
 
-def regrets_of(found: Sequence[Floats]) -> Floats:
+def regrets_of(regrets_of_readings: Sequence[Floats]) -> Floats:
     """Return the regret of each token's routes that was judged by a reading of a rollout; the least of several."""
-    least = np.full(max(map(len, found), default=0), np.inf)
-    for regrets in found:
+    least = np.full(max(map(len, regrets_of_readings), default=0), np.inf)
+    for regrets in regrets_of_readings:
         least[: len(regrets)] = np.minimum(least[: len(regrets)], regrets)
     judged: Floats = least[np.isfinite(least)]
     return judged
@@ -304,17 +304,17 @@ class Comparison:
     variances: Floats
 
 
-def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, reading: Reading) -> Comparison:
+def compare(rollout: Rollout, prefill: Prefill, numbers_T: Floats, reading: Reading) -> Comparison:
     """Compare what the worker reported with the prefill of a reading."""
     claimed = np.frombuffer(rollout.logprobs, dtype=np.float32).astype(np.float64)[reading.places]
     numbers, at = numbers_T[reading.places], reading.places - reading.request.first
     return Comparison(
-        np.maximum(0.0, np.maximum(found.low[at] - numbers, numbers - found.high[at])),
-        found.support_errors[at],
-        np.abs(claimed - found.logprobs[at]),
-        np.abs(np.exp(claimed) - np.exp(found.logprobs[at])),
-        (-found.logprobs - found.entropies)[at],
-        found.variances[at],
+        np.maximum(0.0, np.maximum(prefill.low[at] - numbers, numbers - prefill.high[at])),
+        prefill.support_errors[at],
+        np.abs(claimed - prefill.logprobs[at]),
+        np.abs(np.exp(claimed) - np.exp(prefill.logprobs[at])),
+        (-prefill.logprobs - prefill.entropies)[at],
+        prefill.variances[at],
     )
 
 
@@ -341,7 +341,7 @@ def verdict(
     if not is_from_stream:
         intervals = np.zeros_like(intervals)
     variance = max(float(variances.sum()), 1.0)
-    found = {
+    figures = {
         "worst_interval": float(intervals.max()),
         "typical_interval": _typical(intervals),
         "worst_support": float(supports.max()),
@@ -354,21 +354,21 @@ def verdict(
     fault = ""
     if num := _num_off(intervals, shifts, tolerance.interval):
         fault = f"{num} of {len(intervals)} tokens are not those that its random numbers draw from these weights"
-    elif found["typical_interval"] > tolerance.typical_interval:
+    elif figures["typical_interval"] > tolerance.typical_interval:
         fault = (
-            f"its random numbers typically miss its tokens by {found['typical_interval']:.2g}; "
+            f"its random numbers typically miss its tokens by {figures['typical_interval']:.2g}; "
             f"{tolerance.typical_interval:g} is allowed"
         )
-    elif found["worst_support"] > tolerance.support or found["typical_support"] > tolerance.typical_support:
+    elif figures["worst_support"] > tolerance.support or figures["typical_support"] > tolerance.typical_support:
         fault = "a token was drawn from others than top-k and top-p leave"
-    elif found["worst_logprob"] > tolerance.logprob or found["mean_logprob"] > tolerance.mean_logprob:
+    elif figures["worst_logprob"] > tolerance.logprob or figures["mean_logprob"] > tolerance.mean_logprob:
         fault = (
-            f"its logprobs are off by {found['mean_logprob']:.3g} nats on average and {found['worst_logprob']:.3g} at "
-            f"worst; {tolerance.mean_logprob:g} and {tolerance.logprob:g} are allowed"
+            f"its logprobs are off by {figures['mean_logprob']:.3g} nats on average and "
+            f"{figures['worst_logprob']:.3g} at worst; {tolerance.mean_logprob:g} and {tolerance.logprob:g} are allowed"
         )
-    elif abs(found["surprise"]) > SURPRISE_DEVIATIONS_MAX:
-        fault = f"its tokens are {found['surprise']:+.1f} standard deviations more surprising than the entropy says"
-    return Verdict(num_tokens=len(intervals), num_skipped=num_sampled - len(intervals), fault=fault, **found)
+    elif abs(figures["surprise"]) > SURPRISE_DEVIATIONS_MAX:
+        fault = f"its tokens are {figures['surprise']:+.1f} standard deviations more surprising than the entropy says"
+    return Verdict(num_tokens=len(intervals), num_skipped=num_sampled - len(intervals), fault=fault, **figures)
 
 
 def _num_off(intervals: Floats, shifts: Floats, limit: float) -> int:

@@ -80,7 +80,7 @@ class CodeProcess:
         self._name, self._entry, self._setup, self._log_path = name, entry, dict(setup), log_path
         self._python = python
         self._child: _Child | None = None
-        self._said: dict[str, Any] = {}
+        self._description: dict[str, Any] = {}
         self._lock = asyncio.Lock()
         self._is_closed = False
         self._endings = Background(unforeseen(log, f"ending {name}"))
@@ -98,7 +98,7 @@ class CodeProcess:
             UserError: the user's code cannot be loaded; the message says which and why.
         """
         await self._running()
-        return self._said
+        return self._description
 
     async def call(self, request: Mapping[str, Any], seconds: float, doing: str, advice: str = "") -> dict[str, Any]:
         """Return the child's answer. For errors, `doing` says what was asked, `advice` what to do if it takes too long.
@@ -131,7 +131,7 @@ class CodeProcess:
             child.reader = spawn(self._read_answers(child), partial(self._reading_failed, child))
             try:
                 self._check_open()
-                self._said = await self._ask(child, self._setup, STARTUP_SECONDS, "loading the user's code")
+                self._description = await self._ask(child, self._setup, STARTUP_SECONDS, "loading the user's code")
             except BaseException:
                 await self._lose(child, "was closed")
                 raise

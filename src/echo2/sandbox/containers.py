@@ -56,7 +56,7 @@ STALE_SECONDS = 3600.0
 #: A container's first process: ends when our end of its stdin closes, and buries what others leave.
 FIRST = 'echo "up $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
 #: Of what a runtime says before that.
-SAID_BYTES_MAX = 4096
+STARTUP_BYTES_MAX = 4096
 #: Begins a command in the folder $2. A command before it may have removed that, and docker begins in no other.
 IN_FOLDER = 'mkdir -p "$2" 2>/dev/null; cd "$2" 2>/dev/null; '
 
@@ -101,9 +101,9 @@ class ImageContainer:
             return said_no
         main = await self._started()
         nonce, script = secrets.token_hex(8), IN_FOLDER + WRAPPED.replace("{END}", "kill -9 -1 2>/dev/null; ")
-        given = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
+        env_words = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
         words = ("sh", "-c", script, nonce, command, self._directory)
-        program = (self._program, "exec", "--workdir", "/", *given, self._name, *words)
+        program = (self._program, "exec", "--workdir", "/", *env_words, self._name, *words)
         output_bytes = self._limits.output_bytes + len(nonce) + 1
         status, output, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
         if not stopped and main.status is not None:
@@ -166,13 +166,13 @@ async def _is_up(stream: asyncio.StreamReader) -> str:
     Raises:
         OSError: the container did not start, or without its limits.
     """
-    said = b""
+    output = b""
     while not (line := await stream.readline()).startswith(b"up /"):
-        said += line
-        if not line or len(said) > SAID_BYTES_MAX:
+        output += line
+        if not line or len(output) > STARTUP_BYTES_MAX:
             break
-    if not line.startswith(b"up /") or b"ignored" in said or b"discarded" in said:
-        raise OSError(said[:SAID_BYTES_MAX].decode(errors="replace").strip())
+    if not line.startswith(b"up /") or b"ignored" in output or b"discarded" in output:
+        raise OSError(output[:STARTUP_BYTES_MAX].decode(errors="replace").strip())
     return line.decode().removeprefix("up ").strip()
 
 
@@ -236,7 +236,7 @@ class Containers:
     def __init__(self, runtime: str) -> None:
         self.runtime = runtime
         self._images = Shared[str, str](self._image)
-        self._asked: dict[str, Image] = {}
+        self._pending_images: dict[str, Image] = {}
         self._is_tidy = False
 
     async def open(self, image: Image, limits: ContainerLimits) -> Container:
@@ -247,7 +247,7 @@ class Containers:
         """
         if self.runtime in IMAGES:
             key = image.name or _tag(image)
-            self._asked[key] = image
+            self._pending_images[key] = image
             opened: Container = ImageContainer(self.runtime, await self._images.get(key), image.directory, limits)
             try:
                 if image.name and image.files:
@@ -280,7 +280,7 @@ class Containers:
             await Program((*REMOVE, path), START_SECONDS).run()
 
     async def _image(self, key: str) -> str:
-        image, program = self._asked.pop(key), self.runtime
+        image, program = self._pending_images.pop(key), self.runtime
         prune = (program, "container", "prune", "--force", "--filter", "label=echo2", "--filter", "until=1h")
         await Program(prune, START_SECONDS).run()  # of owners that were killed
         status, _, _ = await Program((program, "image", "inspect", key), START_SECONDS).run()
@@ -314,9 +314,11 @@ async def container(
     containers = _of_this_process(await asyncio.to_thread(find_runtime))
     if not image and containers.runtime in IMAGES:
         raise UserError(f"{containers.runtime} needs an image: echo2.container(image='python:3.12-slim').")
-    given = {name: (text.encode() if isinstance(text, str) else text, False) for name, text in (files or {}).items()}
-    directory = "" if containers.runtime in IMAGES and not given else "/app"
-    opened = await containers.open(Image(directory, given, image), ContainerLimits(**limits))
+    encoded_files = {
+        name: (text.encode() if isinstance(text, str) else text, False) for name, text in (files or {}).items()
+    }
+    directory = "" if containers.runtime in IMAGES and not encoded_files else "/app"
+    opened = await containers.open(Image(directory, encoded_files, image), ContainerLimits(**limits))
     try:
         yield opened
     finally:

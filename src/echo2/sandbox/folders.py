@@ -94,9 +94,9 @@ class FolderContainer:
             return Ran(137, "", STORAGE)
         self._open_folders()
         nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "")
-        given = {**PLAIN, **(variables or {})}
+        all_variables = {**PLAIN, **(variables or {})}
         build = self._bubblewrap if self._is_bubblewrap else self._landlock
-        program, environment = build(given, ("/bin/sh", "-c", script, nonce, command))
+        program, environment = build(all_variables, ("/bin/sh", "-c", script, nonce, command))
         output_bytes = self._limits.output_bytes + len(nonce) + 1
         call = Program(program, seconds, output_bytes, environment, self._over, self._stored)
         status, output, stopped = await call.run()
@@ -164,8 +164,8 @@ class FolderContainer:
         folder, processes = str(self.folder), str(self._limits.num_processes)
         words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX), processes)
         own = {"HOME": f"{folder}/root", "TMPDIR": f"{folder}/tmp", ROOT: folder}
-        given = [f"{name}={value}" for name, value in {**own, **variables}.items()]  # not for what runs before
-        inner = ("/usr/bin/env", "-i", *given, "/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
+        env_words = [f"{name}={value}" for name, value in {**own, **variables}.items()]  # not for what runs before
+        inner = ("/usr/bin/env", "-i", *env_words, "/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
         return (*words, *inner), {"PYTHONPATH": PACKAGE_ROOT, "PATH": os.defpath}
 
 
@@ -196,8 +196,8 @@ def _facts(folder: Path) -> Iterator[os.stat_result]:
     waiting = [str(folder)]
     while waiting:
         changed = suppress(FileNotFoundError, NotADirectoryError, PermissionError)  # or closed by its owner
-        with changed, os.scandir(waiting.pop()) as found:
-            for entry in found:
+        with changed, os.scandir(waiting.pop()) as entries:
+            for entry in entries:
                 with suppress(FileNotFoundError):
                     facts = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(facts.st_mode):
@@ -207,13 +207,13 @@ def _facts(folder: Path) -> Iterator[os.stat_result]:
 
 def _nameless_bytes(pids: Iterable[int], device: int) -> int:
     """Return what processes hold open of a device after its last name has gone."""
-    found = dict[int, int]()
+    bytes_by_inode = dict[int, int]()
     for pid in pids:
         try:
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 facts = os.stat(f"/proc/{pid}/fd/{descriptor}")
                 if not facts.st_nlink and facts.st_dev == device:
-                    found[facts.st_ino] = 512 * facts.st_blocks
+                    bytes_by_inode[facts.st_ino] = 512 * facts.st_blocks
         except OSError:  # it has ended, closed one, or hides its descriptors
             continue
-    return sum(found.values())
+    return sum(bytes_by_inode.values())

@@ -51,14 +51,14 @@ def usage(pid: int) -> Used:
     children: dict[int, list[int]] = {}
     for one, row in rows.items():
         children.setdefault(row.parent, []).append(one)
-    found, waiting = set[int](), [pid, *(one for one, row in rows.items() if row.group == pid)]
+    pids, waiting = set[int](), [pid, *(one for one, row in rows.items() if row.group == pid)]
     while waiting:
         one = waiting.pop()
-        if one not in found and one in rows:
-            found.add(one)
+        if one not in pids and one in rows:
+            pids.add(one)
             waiting += children.get(one, [])
-    resident = sum(rows[one].num_pages for one in found) * PAGE_BYTES
-    return Used(frozenset(found), tuple(children.get(pid, ())), resident)
+    resident = sum(rows[one].num_pages for one in pids) * PAGE_BYTES
+    return Used(frozenset(pids), tuple(children.get(pid, ())), resident)
 
 
 def num_threads(user: int) -> int:

@@ -67,7 +67,7 @@ def refused(command: str) -> Ran | None:
     return None if is_short else Ran(126, f"this is not a command: it has more than {COMMAND_BYTES_MAX} bytes")
 
 
-class _Heard:
+class _PrintedOutput:
     """Keeps the first and the last of what a command prints."""
 
     def __init__(self, most: int) -> None:
@@ -103,7 +103,7 @@ class Program:
     async def run(self) -> tuple[int, str, str]:
         """Return its status, what it printed, and the limit that ended it."""
         merged = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *self.words)
-        heard, stopped = _Heard(self.output_bytes), ""
+        output, stopped = _PrintedOutput(self.output_bytes), ""
         try:
             child = ChildProcess(merged, environment=self.environment, has_pipes=True)
         except OSError as error:
@@ -111,15 +111,15 @@ class Program:
         try:
             stream, _stdin = await child.streams()  # held: its end ends the command
             async with together() as group:
-                group.create_task(heard.listen(stream))
+                group.create_task(output.listen(stream))
                 looking = group.create_task(self._look(child))
-                if stopped := await self._limit(child, heard, looking):
+                if stopped := await self._limit(child, output, looking):
                     await self._end(child)
         finally:
             if child.status is None:
                 await asyncio.shield(self._end(child))
             child.kill()
-        return child.status or 0, heard.text(), stopped
+        return child.status or 0, output.text(), stopped
 
     async def _look(self, child: ChildProcess) -> str:
         """Look at what is stored until it is too much; a tenth of the time, however long a look takes."""
@@ -131,11 +131,11 @@ class Program:
             await child.ended(max(STORAGE_SECONDS, 9 * (clock() - began)))
         return ""
 
-    async def _limit(self, child: ChildProcess, heard: _Heard, looking: asyncio.Task[str]) -> str:
+    async def _limit(self, child: ChildProcess, output: _PrintedOutput, looking: asyncio.Task[str]) -> str:
         clock = asyncio.get_running_loop().time
         until = clock() + self.seconds
         while await child.ended(min(CHECK_SECONDS, self.seconds)) is None:
-            exceeded = "time" if clock() > until else "output" if heard.num_bytes > PRINTED_BYTES_MAX else ""
+            exceeded = "time" if clock() > until else "output" if output.num_bytes > PRINTED_BYTES_MAX else ""
             if exceeded := exceeded or self.over(child.pid) or (looking.result() if looking.done() else ""):
                 return exceeded
         return ""

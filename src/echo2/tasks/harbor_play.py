@@ -140,8 +140,8 @@ def image_of(task: HarborTask, files: Files, runtime: str) -> Image:
             return Image(task.directory, files, build_seconds=task.build_seconds)
         if not task.image:
             raise UserError(f"The task {task.name} has neither {ENVIRONMENT}/{DOCKERFILE} nor docker_image.")
-        left = {name: entry for name, entry in files.items() if DOCKERFILE not in files}
-        return Image(task.directory, left, task.image, task.build_seconds)
+        added_files = {name: entry for name, entry in files.items() if DOCKERFILE not in files}
+        return Image(task.directory, added_files, task.image, task.build_seconds)
     if DOCKERFILE not in files:
         return Image(task.directory or "/app", files)
     directory, put = "/app", Files()
@@ -203,7 +203,7 @@ async def _converse(
             content = "The tool is bash, with the argument command." if command is None else ""
             if command is not None:
                 async with running:
-                    content = told(await container.run(command, COMMAND_SECONDS, task.variables))
+                    content = command_report(await container.run(command, COMMAND_SECONDS, task.variables))
             role = {"role": "tool", "tool_call_id": calls[number]["id"]} if calls else {"role": "user"}
             talk.append({**role, "content": content})
 
@@ -216,7 +216,7 @@ def _command(function: Mapping[str, Any]) -> str | None:
     return command if function["name"] == "bash" and isinstance(command, str) else None
 
 
-def told(ran: Ran) -> str:
+def command_report(ran: Ran) -> str:
     """Return what the policy reads of a command."""
     ended = f"[stopped: it exceeded its limit of {ran.stopped}]" if ran.stopped else f"[exit status {ran.status}]"
     return ran.output if ran.status == 0 and ran.output.strip() else f"{ran.output.rstrip()}\n{ended}".lstrip()
@@ -232,22 +232,22 @@ async def _reward(container: Container, task: HarborTask, tests: Files, running:
     async with running:
         await container.put("/tests", {**tests, ALONE: (ALONE_TEXT.encode(), False)})
         await container.put("/logs", {"verifier/.keep": (b"", False)})
-        given = {**OF_TESTS, **task.variables, **task.tests_variables}
+        variables = {**OF_TESTS, **task.variables, **task.tests_variables}
         command = f'BASH_ENV="${ROOT}/tests/{ALONE}" bash "${ROOT}/tests/test.sh"'
-        ran = await container.run(command, task.tests_seconds, given)
-        rewards = [await container.run(READ_REWARD.format(name), COMMAND_SECONDS) for name in REWARDS]
-    found, why = [], ""
-    for one in rewards:
+        ran = await container.run(command, task.tests_seconds, variables)
+        outputs = [await container.run(READ_REWARD.format(name), COMMAND_SECONDS) for name in REWARDS]
+    rewards, why = [], ""
+    for one in outputs:
         try:
-            found.append(reward_in(one.output))
+            rewards.append(reward_in(one.output))
         except ValueError as error:
             why = f"{why}; {error}" if why else str(error)
-    if not found and not ran.stopped and ran.status != KILLED:
+    if not rewards and not ran.stopped and ran.status != KILLED:
         raise UserError(
             f"The tests of {task.name} wrote no reward to /logs/verifier ({why}); exit status {ran.status}: "
             f"{ran.output.strip()[-1000:]}"
         )
-    return min(found, default=0.0)  # none: the work that they tested exceeded a limit, or ended them
+    return min(rewards, default=0.0)  # none: the work that they tested exceeded a limit, or ended them
 
 
 def reward_in(text: str) -> float:
@@ -256,9 +256,9 @@ def reward_in(text: str) -> float:
     Raises:
         ValueError: the text is neither.
     """
-    found = parse_json(text)
-    if isinstance(found, dict):
-        found = found["reward"] if "reward" in found else next(iter(found.values())) if len(found) == 1 else None
-    if not is_number(found):
+    reward = parse_json(text)
+    if isinstance(reward, dict):
+        reward = reward["reward"] if "reward" in reward else next(iter(reward.values())) if len(reward) == 1 else None
+    if not is_number(reward):
         raise ValueError(f"it is {text.strip()[:100]!r}")
-    return float(found)
+    return float(reward)

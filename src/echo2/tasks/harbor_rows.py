@@ -154,8 +154,8 @@ def unpacked_files(packed: str, folder: str) -> Files:
     if not unpacking.eof:
         raise UserError(f"A task's files unpack to more than {BYTES_MAX} bytes, or are cut off.")
     plain = parse_json(text)
-    found = {name: (text.encode("latin-1"), bool(executable)) for name, (text, executable) in plain.items()}
-    return {name.removeprefix(f"{folder}/"): entry for name, entry in found.items() if name.startswith(f"{folder}/")}
+    files = {name: (text.encode("latin-1"), bool(executable)) for name, (text, executable) in plain.items()}
+    return {name.removeprefix(f"{folder}/"): entry for name, entry in files.items() if name.startswith(f"{folder}/")}
 
 
 def _digest(row: Mapping[str, Any]) -> str:
@@ -166,7 +166,7 @@ def _files(folder: Path) -> Files:
     """Read a task's files but its solution. Only plain files are read, and no link is followed."""
     if folder.is_symlink():
         raise UserError(f"{folder} is a link: put the task itself there.")
-    found: Files = {}
+    files: Files = {}
     room = BYTES_MAX
     for place, folders, names in os.walk(folder):
         folders[:] = [] if Path(place) == folder / "solution" else sorted(folders)
@@ -175,14 +175,14 @@ def _files(folder: Path) -> Files:
             if Path(place) == folder / "solution":
                 continue
             data, is_executable = _plain_file(path, room)
-            found[path.relative_to(folder).as_posix()] = data, is_executable
+            files[path.relative_to(folder).as_posix()] = data, is_executable
             room -= len(data)
-            if len(found) > FILES_MAX or room < 0:
+            if len(files) > FILES_MAX or room < 0:
                 raise UserError(
                     f"{folder} has more than {FILES_MAX} files, or {BYTES_MAX} bytes. Put them into an image, and name "
                     "it as environment.docker_image."
                 )
-    return found
+    return files
 
 
 def _plain_file(path: Path, room: int) -> tuple[bytes, bool]:

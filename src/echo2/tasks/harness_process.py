@@ -97,9 +97,9 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
 def _number(spec: str, reward: Any) -> float:
     is_number = hasattr(type(reward), "__float__")  # text and lists have none
-    if not is_number or not math.isfinite(found := float(reward)):
+    if not is_number or not math.isfinite(number := float(reward)):
         raise UserError(f"{spec} returned {shown(reward)} as its reward. Return a finite number from `run`.")
-    return found
+    return number
 
 
 def load_harness(spec: str) -> Play:

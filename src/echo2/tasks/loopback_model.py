@@ -79,8 +79,8 @@ class LoopbackModel:
             refusal = answer["error"]
             kind = OutOfRoomError if refusal["code"] == "context_length_exceeded" else UserError
             raise kind(f"The model's endpoint refused: {refusal['message']}")
-        found: dict[str, Any] = answer
-        return found
+        reply: dict[str, Any] = answer
+        return reply
 
 
 #: Plays one rollout, given its columns, seed and model; returns its reward.

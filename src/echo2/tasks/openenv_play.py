@@ -49,8 +49,8 @@ def make_play(base_url: str) -> Play:
 
 def _words(observation: Any, columns: Mapping[str, Any]) -> str:
     name = columns.get("observation", "")
-    found = observation.get(name) if name and isinstance(observation, dict) else observation
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    content = observation.get(name) if name and isinstance(observation, dict) else observation
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 def _action(text: str, columns: Mapping[str, Any]) -> dict[str, Any] | None:

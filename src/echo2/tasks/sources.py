@@ -210,11 +210,11 @@ def _hub_name(name: str, from_hub: bool) -> tuple[str, ...]:
 
 def _pick_split(splits: Mapping[str, Any], name: str, split: str) -> Any:
     """Return the named split; without a name, the only split, else `train`."""
-    wanted = split or (DEFAULT_SPLIT if len(splits) != 1 else next(iter(splits)))
-    if wanted not in splits:
-        known = ", ".join(splits)
-        raise UserError(f"{name} has no split {wanted!r}; it has {known}. Write {name}#<split>.")
-    return splits[wanted]
+    split_name = split or (DEFAULT_SPLIT if len(splits) != 1 else next(iter(splits)))
+    if split_name not in splits:
+        available = ", ".join(splits)
+        raise UserError(f"{name} has no split {split_name!r}; it has {available}. Write {name}#<split>.")
+    return splits[split_name]
 
 
 class ReasoningGymRows:

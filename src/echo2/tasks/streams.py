@@ -97,10 +97,8 @@ def held_out_tasks(held_out: EvalConfig, seed: int) -> Tasks | None:
     Raises:
         UserError: as `load_tasks`.
     """
-    found = {name: load_tasks(source, held_out.params, seed) for name, source in held_out.sets.items()}
-    return (
-        Sets({name: TaskStream(rows, seed, False) for name, rows in found.items()}, held_out.limit) if found else None
-    )
+    sets = {name: load_tasks(source, held_out.params, seed) for name, source in held_out.sets.items()}
+    return Sets({name: TaskStream(rows, seed, False) for name, rows in sets.items()}, held_out.limit) if sets else None
 
 
 def refuse_changed_rows(names: Sequence[str], digests: Sequence[str], before: Mapping[str, str]) -> dict[str, str]:

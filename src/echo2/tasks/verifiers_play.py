@@ -75,7 +75,7 @@ def register() -> None:
                 raise NotImplementedError(f"the task brings tool servers ({', '.join(mcp_urls)}): not supported here")
             client = caller.with_options(base_url=endpoint, api_key=secret)
             key = ROLLOUT_KEY.get() + ("" if TRAINED.get() in ("", trace.agent.name) else UNTRAINED)
-            return await _asked(self.resolve_prompt(data), ctx.model, client, key)
+            return await _call_model(self.resolve_prompt(data), ctx.model, client, key)
 
     # One for all calls: a client of its own for each would read the machine's certificates anew.
     caller = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)
@@ -84,14 +84,16 @@ def register() -> None:
     sys.modules[HARNESS_ID] = module
 
 
-async def _asked(prompts: tuple[Any, Any], model: str, client: Any, key: str) -> Any:
+async def _call_model(prompts: tuple[Any, Any], model: str, client: Any, key: str) -> Any:
     """Make one chat call at the rollout's own endpoint."""
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.runtimes import ProgramResult
 
     system, prompt = prompts
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(message_to_wire, prompt))
-    messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
+    prompt_messages = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(message_to_wire, prompt))
+    )
+    messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *prompt_messages]
     await client.chat.completions.create(model=model, messages=messages, extra_headers={KEY_HEADER: key})
     return ProgramResult(exit_code=0, stdout="", stderr="")
 

@@ -41,7 +41,7 @@ class VerifiersRows:
             )
         config = {name: value for name, value in params.items() if name not in OWN_PARAMS}
         request = {"taskset": {"id": taskset, **config}, "agent": str(params.get("agent", "")), "most": first + size}
-        self._rows = _asked(request)[first:]
+        self._rows = _load_rows(request)[first:]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -50,7 +50,7 @@ class VerifiersRows:
         return self._rows[index]
 
 
-def _asked(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _load_rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     command = [own_python("verifiers"), "-m", __name__]
     try:
         done = subprocess.run(

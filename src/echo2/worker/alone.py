@@ -154,9 +154,9 @@ class LocalSampler:
     async def mismatch(self, reader: PrefillEngine, ref: SnapshotRef, groups: Iterable[RolloutGroup]) -> float | None:
         """Return the mean |log ratio| of the groups' tokens to what a reader with other weights says of them, in nats a
         token; None if it can judge none."""
-        found = [await check_group(reader, ref, self._assignment(group.cursor), group) for group in groups]
-        num_tokens = sum(one.num_tokens for one in found)
-        return sum(one.mean_logprob * one.num_tokens for one in found) / num_tokens if num_tokens else None
+        verdicts = [await check_group(reader, ref, self._assignment(group.cursor), group) for group in groups]
+        num_tokens = sum(one.num_tokens for one in verdicts)
+        return sum(one.mean_logprob * one.num_tokens for one in verdicts) / num_tokens if num_tokens else None
 
     async def aclose(self) -> None:
         """End environments and engine. An interpreter that ends while its thread computes would abort."""

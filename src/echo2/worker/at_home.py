@@ -75,17 +75,17 @@ def give_cores(at_home: bool, max_cores: int) -> None:
     """Keep this process, and those that it starts, to some of the cores; call it before torch is imported. On a Mac,
     where a process can't be kept to cores, only the threads that compute are as few."""
     cores = num_cores()
-    given = max_cores or (max(1, int(HOME_SHARE * cores)) if at_home else 0)
+    core_limit = max_cores or (max(1, int(HOME_SHARE * cores)) if at_home else 0)
     if at_home:
         os.nice(HOME_NICE)
         with contextlib.suppress(OSError):  # a system without it, or whose kernel was told not to group by session
             SESSION_NICE.write_text(str(HOME_NICE))
-    if not given:
+    if not core_limit:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # see docs/operations.md
         return
-    os.environ["OMP_NUM_THREADS"] = str(min(given, cores))
+    os.environ["OMP_NUM_THREADS"] = str(min(core_limit, cores))
     if sys.platform == "linux":
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-given:])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-core_limit:])
 
 
 class OwnersPrograms:

@@ -103,7 +103,7 @@ def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> WorkerC
     if shape is None or not facts.slots:
         return None
     slots = min(facts.slots, options.slots or facts.slots)
-    asked = SamplingNeed(shape, slots, PROMPT_TOKENS + facts.max_tokens, facts.value_bytes, facts.has_adapter)
+    need = SamplingNeed(shape, slots, PROMPT_TOKENS + facts.max_tokens, facts.value_bytes, facts.has_adapter)
     main, gpu = given_bytes(options)
     candidates = [EngineCandidate(AUTO, "", gpu or main)]
     for engine, form in FORMS.items():
@@ -114,11 +114,11 @@ def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> WorkerC
             obstacle = f"the run does not let this machine round to {form} (workers.forms)"
         is_on_gpu = not obstacle and gpu and engines.uses_gpu(engine, options.device)
         candidates.append(EngineCandidate(engine, form, gpu if is_on_gpu else main, obstacle))
-    found = choose(asked, candidates, "" if named == AUTO else named)
-    if found.engine != AUTO:
-        return found
+    choice = choose(need, candidates, "" if named == AUTO else named)
+    if choice.engine != AUTO:
+        return choice
     inside = engines.in_worker(config)
-    return replace(found, why=f"{inside.name}, since {inside.why}; {found.why}")
+    return replace(choice, why=f"{inside.name}, since {inside.why}; {choice.why}")
 
 
 def given_bytes(options: WorkerOptions) -> tuple[int, int]:

@@ -96,8 +96,8 @@ class LeaseSampler:
     @property
     def doing(self) -> str:
         """One line for people: what this worker is doing."""
-        if found := self.card.doing or self.engine.trouble:
-            return found
+        if interruption := self.card.doing or self.engine.trouble:
+            return interruption
         if not self._tasks:
             return "waiting"
         num_running = self.engine.slots - self.engine.free_slots
@@ -130,10 +130,10 @@ class LeaseSampler:
             self._name = in_worker(read_config((base or snapshot).files)).name
         return pause
 
-    async def check(self, asked: wire.Check) -> wire.CheckReport:
+    async def check(self, request: wire.Check) -> wire.CheckReport:
         """Check a group of a stranger while the worker has the card. Raises as `check`."""
         async with self.card.staying():
-            return await check(self.engine, asked)
+            return await check(self.engine, request)
 
     def start(self, assignment: Assignment) -> None:
         self._begin(assignment, None)
@@ -164,7 +164,7 @@ class LeaseSampler:
             self._busy_since = self._charged_until = time.monotonic()
         lease_id, num_left = assignment.lease.lease_id, assignment.lease.num_samples
 
-        def left() -> None:
+        def rollout_ended() -> None:
             nonlocal num_left
             num_left -= 1
             if lockstep is not None:
@@ -172,7 +172,7 @@ class LeaseSampler:
             self._dispatch(ev.RolloutEnded(lease_id))
 
         engine = lockstep or (OneVersion(self.engine) if self._one_version else self.engine)
-        task = spawn(self._sample(assignment, engine, left), self._fail)
+        task = spawn(self._sample(assignment, engine, rollout_ended), self._fail)
         self._tasks[lease_id] = task
 
         def ended(done: asyncio.Task[None]) -> None:
@@ -219,13 +219,13 @@ class LeaseSampler:
             self._busy_before, self._busy_since = self.busy_seconds, None
 
 
-async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
+async def check(engine: Any, request: wire.Check) -> wire.CheckReport:
     """Check a group, and return the report for the head.
 
     Raises:
         PeerError: "oversized" or "malformed": the head's message is not a valid check.
     """
-    assignment, group = messages.decode_assignment(asked.lease), messages.parse_group(asked.group)
+    assignment, group = messages.decode_assignment(request.lease), messages.parse_group(request.group)
     if assignment.lease.group != group.group or assignment.prompt_tokens != group.prompt_tokens:
         raise PeerError("malformed", f"{group.group} is to be checked as {assignment.lease.group}")
     report = wire.CheckReport(policy=group.group.policy, number=group.group.number)
@@ -233,8 +233,8 @@ async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
         report.missed = "this engine gives no distributions of tokens"
         return report
     try:
-        ref = messages.decode_ref(asked.ref)
-        verdict = await check_group(engine, ref, assignment, group, asked.is_from_stream, asked.form)
+        ref = messages.decode_ref(request.ref)
+        verdict = await check_group(engine, ref, assignment, group, request.is_from_stream, request.form)
     except PeerError as error:
         report.missed = str(error)
     else:

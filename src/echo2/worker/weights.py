@@ -49,7 +49,7 @@ class WorkerWeights:
         self._manifests: dict[PayloadId, Manifest] = {}
         # The payload may be announced again with other chunks; a fetch under way continues with its first manifest.
         self._incoming: Manifest | None = None
-        self._taken: Manifest | None = None  # of the payload applied last
+        self._applied_manifest: Manifest | None = None  # of the payload applied last
         self._loading = BlockingThreads(1, "loading")
         self._taking: asyncio.Task[None] | None = None
         self.port = 0
@@ -158,7 +158,7 @@ class WorkerWeights:
             UserError: the disk is full.
         """
         manifest = self._fetched(payload)
-        self._taken = manifest
+        self._applied_manifest = manifest
         if self._own_base is not None and manifest.base_model is None:
             log.warning("the run trains whole models: --base has no effect here")
             self._own_base = None
@@ -198,7 +198,7 @@ class WorkerWeights:
         Raises:
             UserError: the disk is full.
         """
-        manifest = self._taken
+        manifest = self._applied_manifest
         if manifest is None or manifest.payload != payload:
             return
         kept = await self._loading.run(self.content.keep, manifest)

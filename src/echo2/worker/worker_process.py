@@ -144,9 +144,9 @@ class WorkerProcess:
                 if self._options.at_home
                 else self._keep_attending()
             )
-            told: asyncio.Future[Any] = self._ending.told
-            await asyncio.wait({attending, told}, return_when=asyncio.FIRST_COMPLETED)
-            if attending.done() and not told.done():
+            outcome: asyncio.Future[Any] = self._ending.told
+            await asyncio.wait({attending, outcome}, return_when=asyncio.FIRST_COMPLETED)
+            if attending.done() and not outcome.done():
                 attending.result()
             return await self._ending.told
 
@@ -311,8 +311,8 @@ class WorkerProcess:
     def _server_place(self, engine: str, routes: bool) -> ServerPlace:
         """Return where the token server is. Raises UserError if the owner gave such options and the engine has none."""
         options = self._options
-        given = options.engine_python, options.engine_url, options.engine_args
-        if any(given) and engine not in SERVERS:
+        server_options = options.engine_python, options.engine_url, options.engine_args
+        if any(server_options) and engine not in SERVERS:
             raise UserError(f"--engine-python, --engine-url and --engine-args do not apply to the engine {engine!r}.")
         python = options.engine_python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
         return ServerPlace(
@@ -393,8 +393,8 @@ class WorkerProcess:
 
     # ---- checking -------------------------------------------------------------------------------------------------
 
-    async def _check(self, sampler: LeaseSampler, asked: wire.Check) -> None:
-        report = await sampler.check(asked)
+    async def _check(self, sampler: LeaseSampler, request: wire.Check) -> None:
+        report = await sampler.check(request)
         await self._tell("ReportCheck", report, f"verdict on group {report.number}")  # a second call would be too late
 
     # ---- snapshots -----------------------------------------------------------------------------------------------

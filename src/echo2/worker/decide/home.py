@@ -61,63 +61,63 @@ class WorkerChoice:
         return f"engine {self.engine}, {self.slots} rollouts at once: {self.why}"
 
 
-def need_of(asked: SamplingNeed, form: str, slots: int) -> Mapping[str, int]:
+def need_of(need: SamplingNeed, form: str, slots: int) -> Mapping[str, int]:
     """Return the bytes that an engine needs, by part."""
     if form:
-        return rounded_parts(asked.shape, form, asked.has_adapter, slots, asked.length)
-    return worker_parts(asked.shape, asked.value_bytes, slots, asked.length)
+        return rounded_parts(need.shape, form, need.has_adapter, slots, need.length)
+    return worker_parts(need.shape, need.value_bytes, slots, need.length)
 
 
-def slots_in(asked: SamplingNeed, candidate: EngineCandidate) -> int:
+def slots_in(need: SamplingNeed, candidate: EngineCandidate) -> int:
     """Return how many rollouts the candidate has room for, at most as many as the run asks for; 0: too few."""
-    counts = range(min(SLOTS_MIN, asked.slots), asked.slots + 1)
-    num_fitting = bisect_right(counts, candidate.memory_bytes, key=lambda slots: _bytes(asked, candidate, slots))
+    counts = range(min(SLOTS_MIN, need.slots), need.slots + 1)
+    num_fitting = bisect_right(counts, candidate.memory_bytes, key=lambda slots: _bytes(need, candidate, slots))
     return counts[num_fitting - 1] if num_fitting else 0
 
 
-def choose(asked: SamplingNeed, candidates: Sequence[EngineCandidate], named: str = "") -> WorkerChoice:
+def choose(need: SamplingNeed, candidates: Sequence[EngineCandidate], named: str = "") -> WorkerChoice:
     """Return the first candidate that has room, or the `named` one.
 
     Raises:
         UserError: it has none, or an obstacle; the error names the next one that has room.
     """
     tried = next((at for at, one in enumerate(candidates) if one.engine == named), None)
-    if tried is not None and (refusal := _refusal(asked, candidates[tried])):
+    if tried is not None and (refusal := _refusal(need, candidates[tried])):
         others = [*candidates[tried + 1 :], *candidates[:tried]]
-        fitting = next((one for one in others if not _refusal(asked, one)), None)
+        fitting = next((one for one in others if not _refusal(need, one)), None)
         remedy = "None of its engines has room: give it more memory, or a larger machine."
         if fitting is not None:
-            remedy = f"--engine {fitting.engine} would do: it needs {_need(asked, fitting, slots_in(asked, fitting))}."
+            remedy = f"--engine {fitting.engine} would do: it needs {_need(need, fitting, slots_in(need, fitting))}."
         raise UserError(f"This machine can't sample with --engine {named}: {refusal}. {remedy}")
     reasons = []
     for one in candidates if tried is None else candidates[tried : tried + 1]:
-        if refusal := _refusal(asked, one):
+        if refusal := _refusal(need, one):
             reasons.append(f"{one.engine}: {refusal}")
             continue
-        slots = slots_in(asked, one)
-        need = f"it needs {_need(asked, one, slots)} of {_gb(one.memory_bytes)} GB"
-        return WorkerChoice(one.engine, slots, "; ".join([need, *reasons]))
+        slots = slots_in(need, one)
+        reason = f"it needs {_need(need, one, slots)} of {_gb(one.memory_bytes)} GB"
+        return WorkerChoice(one.engine, slots, "; ".join([reason, *reasons]))
     raise UserError(
         f"This machine has no engine with room for the run's model. {'; '.join(reasons)}. Give it more memory "
         "(--max-memory-gb), install what is missing, or take a larger machine."
     )
 
 
-def _refusal(asked: SamplingNeed, one: EngineCandidate) -> str:
+def _refusal(need: SamplingNeed, one: EngineCandidate) -> str:
     if one.obstacle:
         return one.obstacle
-    if slots_in(asked, one):
+    if slots_in(need, one):
         return ""
-    fewest = min(SLOTS_MIN, asked.slots)
-    return f"it needs {_need(asked, one, fewest)} for {fewest} rollouts, and may use {_gb(one.memory_bytes)} GB"
+    fewest = min(SLOTS_MIN, need.slots)
+    return f"it needs {_need(need, one, fewest)} for {fewest} rollouts, and may use {_gb(one.memory_bytes)} GB"
 
 
-def _need(asked: SamplingNeed, one: EngineCandidate, slots: int) -> str:
-    return f"{_gb(_bytes(asked, one, slots))} GB"
+def _need(need: SamplingNeed, one: EngineCandidate, slots: int) -> str:
+    return f"{_gb(_bytes(need, one, slots))} GB"
 
 
-def _bytes(asked: SamplingNeed, one: EngineCandidate, slots: int) -> int:
-    return sum(need_of(asked, one.form, slots).values())
+def _bytes(need: SamplingNeed, one: EngineCandidate, slots: int) -> int:
+    return sum(need_of(need, one.form, slots).values())
 
 
 def _gb(num_bytes: int) -> str:
