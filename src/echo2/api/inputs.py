@@ -68,20 +68,20 @@ def sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for section, key, *_ in configuration.all_fields():
         owners.setdefault(key, []).append(section)
     names = {section for having in owners.values() for section in having}
-    found: dict[str, dict[str, Any]] = {}
+    by_section: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         if name in names:
             if not isinstance(value, Mapping):
                 raise UserError(f"{name}={shown(value)}: {name} is a section: give its keys, {name}={{...}}.")
-            found.setdefault(name, {}).update(value)
+            by_section.setdefault(name, {}).update(value)
             continue
         having = owners.get(name, [])
         if len(having) != 1:
             choices = " or ".join(f'{section}={{"{name}": ...}}' for section in having)
             hint = f" Write {choices}." if having else did_you_mean(name, [*owners, *names])
             raise UserError(f"There is no setting {name!r} of its own.{hint} `echo2 run --help` lists all settings.")
-        found.setdefault(having[0], {})[name] = value
-    return found
+        by_section.setdefault(having[0], {})[name] = value
+    return by_section
 
 
 def write_run(
@@ -365,10 +365,10 @@ def _free_names(source: str) -> set[str]:
     plain = ast.unparse(ast.fix_missing_locations(_WithoutAnnotations().visit(ast.parse(source))))
     module = symtable.symtable(plain, "<session>", "exec")
     bound = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned()}
-    found = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
+    names = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
     scopes = [*module.get_children()]
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()
-        found |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() and symbol.is_referenced()}
-    return {name for name in found - bound if not (name.startswith("__") and name.endswith("__"))}
+        names |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+    return {name for name in names - bound if not (name.startswith("__") and name.endswith("__"))}

@@ -50,7 +50,7 @@ class Run:
         self.rundir = RunDir(path)
         self._view = RunView.read(path)
         self._shown: tuple[int, dict[str, str]] = (-1, {})
-        self._told: list[str] = []
+        self._failures: list[str] = []
         self._process = process
 
     def __repr__(self) -> str:
@@ -85,8 +85,8 @@ class Run:
     def accuracy(self) -> float | None:
         """The newest mean reward of the held-out tasks; None before the first evaluation. It is an accuracy, the share
         of rollouts that solve their task, only where every reward is 0 or 1."""
-        found = self.view.accuracies
-        return found[-1][1] if found else None
+        accuracies = self.view.accuracies
+        return accuracies[-1][1] if accuracies else None
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, one per step; `pandas.DataFrame(run.metrics())` is a table."""
@@ -104,12 +104,12 @@ class Run:
         """
         folder = self.rundir.rollouts
         steps = [int(name.removeprefix("step_")) for name in rollout_log.names(folder) if name.startswith("step_")]
-        wanted = step if step is not None else max(steps, default=0)
-        if wanted not in steps:
-            raise UserError(f"{self.path} has no rollouts of step {wanted}; there are of {steps[::-1] or 'none yet'}.")
+        number = step if step is not None else max(steps, default=0)
+        if number not in steps:
+            raise UserError(f"{self.path} has no rollouts of step {number}; there are of {steps[::-1] or 'none yet'}.")
         return [
             {**{name: group.get(name) for name in ("prompt", "columns", "group", "worker")}, **rollout}
-            for group in rollout_log.read_groups(folder, f"step_{wanted}")
+            for group in rollout_log.read_groups(folder, f"step_{number}")
             for rollout in group["rollouts"]
         ]
 
@@ -236,9 +236,9 @@ class Run:
             shown["cost"] = f"${usd:.4f}"
         failures = failure_lines(view.status)
         for line in failures:
-            if line not in self._told:
+            if line not in self._failures:
                 bar.write(line, file=sys.stderr)
-        self._told = failures
+        self._failures = failures
         if (view.version, shown) != self._shown:
             self._shown = view.version, shown
             bar.total, bar.n = view.max_steps, view.version

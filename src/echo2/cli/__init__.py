@@ -76,8 +76,8 @@ def _discard_output() -> None:
 
 def _near_flag(word: str, parser: argparse.ArgumentParser, cutoff: float) -> str:
     """Return " Did you mean ...?" with the command's nearest flag that is not a setting; empty if none is similar."""
-    known = [flag for flag in parser._option_string_actions if flag.startswith("--") and "." not in flag]
-    return did_you_mean(word.partition("=")[0], known, cutoff)
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--") and "." not in flag]
+    return did_you_mean(word.partition("=")[0], flags, cutoff)
 
 
 def refuse_unknown_settings(unknown: Iterable[str]) -> None:

@@ -24,11 +24,11 @@ def add_plan(add: Add) -> None:
     text = "forecast the run on this machine's cores instead, with its local workers; PROBE: what `echo2 probe --json` "
     text += "printed"
     parser.add_argument("--here", type=Path, nargs="?", const=Path(), metavar="PROBE", help=text)
-    given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
+    figures = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
     text = "the learner's GPUs, as in 4xA100-80GB (sets learner.ranks, where the file does not): estimates what is not "
     text += "given from their data sheet (default: the cheapest for a step that hold the model)"
-    given.add_argument("--learner", metavar="GPUS", help=text)
-    given.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a similar run that was measured")
+    figures.add_argument("--learner", metavar="GPUS", help=text)
+    figures.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a similar run that was measured")
     for flag, symbol, what in (
         ("--train-seconds", "T", "seconds of training in one step"),
         ("--reward-seconds", "R", "seconds that your reward functions need for one group"),
@@ -38,7 +38,7 @@ def add_plan(add: Add) -> None:
         ("--answer-tokens", "N", "mean tokens of an answer (default: half of sampling.max_tokens)"),
         ("--learner-memory-gb", "M", "memory of each GPU of the learner in GB (default: this machine's)"),
     ):
-        given.add_argument(flag, type=float, metavar=symbol, help=what)
+        figures.add_argument(flag, type=float, metavar=symbol, help=what)
     market = parser.add_argument_group("machines of the market")
     market.add_argument("--gpus", metavar="NAMES", help="only these, as in RTX-4090,4xRTX-5090 (default: all)")
     market.add_argument("--region", metavar="NAME", help="only regions with this in their name (default: all)")

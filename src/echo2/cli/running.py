@@ -147,9 +147,9 @@ def _run(options: argparse.Namespace) -> int:
     target = _target(options, options.config, has_learner=not options.no_learner, has_workers=True)
     if target is None:
         return 0
-    given = target, options.out, options.resume, options.dry_run, options.overrides, options.json
+    arguments = target, options.out, options.resume, options.dry_run, options.overrides, options.json
     with _interrupted(options, directory(target, options.out), "" if options.dry_run else then):
-        return run(*given, has_page=options.view, has_learner=not options.no_learner, then=then)
+        return run(*arguments, has_page=options.view, has_learner=not options.no_learner, then=then)
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _target(
-    options: argparse.Namespace, given: Path | None, has_learner: bool = False, has_workers: bool = False
+    options: argparse.Namespace, path: Path | None, has_learner: bool = False, has_workers: bool = False
 ) -> Path | None:
     """Return the configuration or directory to start from; with --resume-from, after the run was fetched. None: it
     ended while this standby waited.
@@ -198,23 +198,23 @@ def _target(
     """
     from echo2.core.errors import UserError
 
-    if bool(given) == bool(options.resume_from):
+    if bool(path) == bool(options.resume_from):
         raise UserError("Give a configuration file, or --resume-from URL with an empty --out DIR; one of both.")
     if options.standby and not options.resume_from:
         raise UserError("--standby needs --resume-from URL, the head.store of the run that it waits for.")
-    if given is not None:
-        return given
+    if path is not None:
+        return path
     if options.out is None:
         raise UserError(f"--resume-from {options.resume_from} needs --out DIR, an empty directory on this machine.")
     from echo2.launch.start import fetched
 
     options.resume = True
     is_standby = options.standby and not getattr(options, "dry_run", False)
-    found = fetched(options.resume_from, options.out, options.overrides, is_standby, has_learner, has_workers)
-    if isinstance(found, str):
-        print(f"the run is over, and this standby is not needed: {printable(found)}", file=sys.stderr)
+    outcome = fetched(options.resume_from, options.out, options.overrides, is_standby, has_learner, has_workers)
+    if isinstance(outcome, str):
+        print(f"the run is over, and this standby is not needed: {printable(outcome)}", file=sys.stderr)
         return None
-    target, options.overrides = found
+    target, options.overrides = outcome
     return target
 
 

@@ -99,14 +99,14 @@ def _replay(options: argparse.Namespace) -> int:
     from echo2.config.rundir import RunDir
     from echo2.head.ledger.eventlog import replay
 
-    found = replay(RunDir(options.directory).events)
+    comparison = replay(RunDir(options.directory).events)
     if options.json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(comparison)))
     else:
-        differ = f"{found.num_different} differ; the first: {found.first_difference}"
-        verdict = differ if found.num_different else "all the same"
-        heads = f"{found.num_heads} head{'' if found.num_heads == 1 else 's'}"
-        print(f"{found.num_events} events of {heads}, {found.num_commands} commands: {verdict}")
-        if found.num_headless:
-            print(f"{found.num_headless} events before them can't be replayed: the log's oldest part is gone")
-    return 0 if not found.num_different else 1
+        differ = f"{comparison.num_different} differ; the first: {comparison.first_difference}"
+        verdict = differ if comparison.num_different else "all the same"
+        heads = f"{comparison.num_heads} head{'' if comparison.num_heads == 1 else 's'}"
+        print(f"{comparison.num_events} events of {heads}, {comparison.num_commands} commands: {verdict}")
+        if comparison.num_headless:
+            print(f"{comparison.num_headless} events before them can't be replayed: the log's oldest part is gone")
+    return 0 if not comparison.num_different else 1

@@ -100,14 +100,14 @@ def read_adapter(
     modules = {name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in snapshot.tensors}
     unknown = sorted(modules - linears.keys())
     if unknown or not modules:
-        known = ", ".join(sorted(linears)[:3])
+        examples = ", ".join(sorted(linears)[:3])
         first = unknown[0] if unknown else "nothing"
-        raise PeerError("bad_adapter", f"{snapshot.ref} is over {first}; the base model has {known} and others")
-    wanted = {PREFIX + module + part for module in modules for part in (DOWN, UP)}
-    if wanted != set(snapshot.tensors):
-        odd = min(wanted ^ set(snapshot.tensors))
+        raise PeerError("bad_adapter", f"{snapshot.ref} is over {first}; the base model has {examples} and others")
+    names = {PREFIX + module + part for module in modules for part in (DOWN, UP)}
+    if names != set(snapshot.tensors):
+        odd = min(names ^ set(snapshot.tensors))
         raise PeerError("bad_adapter", f"{snapshot.ref} has one half of a LoRA pair only, or something else: {odd}")
-    found: dict[str, LowRank] = {}
+    low_ranks: dict[str, LowRank] = {}
     places: dict[str, tuple[Tensor]] = {}
     for module in sorted(modules):
         (outputs, inputs, *experts), dtype = linears[module], snapshot.tensors[PREFIX + module + DOWN].dtype
@@ -115,15 +115,15 @@ def read_adapter(
             raise PeerError("bad_adapter", f"{module} of {snapshot.ref} has A and B that are not floats of one kind")
         empty = partial(torch.empty, dtype=FLOAT_DTYPES[dtype], device=device)
         width = factors.rank * (experts[0] if experts else 1)
-        low = found[module] = LowRank(empty((width, inputs)), empty((outputs, width)))
+        low = low_ranks[module] = LowRank(empty((width, inputs)), empty((outputs, width)))
         places[PREFIX + module + DOWN], places[PREFIX + module + UP] = (low.a_RI,), (low.b_OR,)
     check_layout(snapshot, places)
     copy_tensors(snapshot, places)
-    for module, low in found.items():
+    for module, low in low_ranks.items():
         low.b_OR.mul_(factors.scale)
         if len(linears[module]) == 3:
-            found[module] = stacked(*low, linears[module][2])
-    return found
+            low_ranks[module] = stacked(*low, linears[module][2])
+    return low_ranks
 
 
 def join(parts: list[tuple[LowRank | None, int]]) -> LowRank | None:
@@ -189,12 +189,12 @@ def stacked_maps(part: Any) -> tuple[StackedMap, ...]:
     `adapt` knows."""
     if not hasattr(part, "is_transposed") or getattr(part, "has_post_expert_norm", False):
         return ()
-    found = []
+    maps = []
     for parameter, suffix in (("gate_up_proj" if part.has_gate else "up_proj", ".base_layer"), ("down_proj", "")):
         num_experts, *sizes = getattr(part, parameter).shape
         outputs, inputs = reversed(sizes) if part.is_transposed else sizes
-        found.append(StackedMap(parameter, suffix, outputs, inputs, num_experts))
-    return tuple(found)
+        maps.append(StackedMap(parameter, suffix, outputs, inputs, num_experts))
+    return tuple(maps)
 
 
 def adapt(part: Any, applied: Applied) -> None:

@@ -69,23 +69,23 @@ class CompactCache(Cache):
         longest, most = int(lengths_B.max()), SPLIT_ITEMS // (2 * heads * head_dim)
         kv = self.kv.new_zeros((layers, two, len(lengths_B), heads, longest + GROW_COLUMNS, head_dim))
         states = [(part.deltas, rows) for part, rows in parts if part.deltas is not None]
-        found = CompactCache(kv, lengths_B, longest, DeltaStates.gathered(states) if states else None)
+        cache = CompactCache(kv, lengths_B, longest, DeltaStates.gathered(states) if states else None)
         if kv.device.type == "cpu":
-            found.order_B = lengths_B.argsort(descending=True)
-            found.blocks = split_by_length(lengths_B[found.order_B].tolist(), most)
-        if len(found.blocks) < 2:
-            found.blocks, found.order_B = [], None
+            cache.order_B = lengths_B.argsort(descending=True)
+            cache.blocks = split_by_length(lengths_B[cache.order_B].tolist(), most)
+        if len(cache.blocks) < 2:
+            cache.blocks, cache.order_B = [], None
             first = 0
             for part, rows in parts:
                 part._copy(kv, first, part.place_B[rows], min(longest, part.longest))
                 first += len(rows)
-            return found
-        assert found.order_B is not None
-        found.place_B[found.order_B] = found.place_B.clone()
+            return cache
+        assert cache.order_B is not None
+        cache.place_B[cache.order_B] = cache.place_B.clone()
         sources = [(part.kv, place) for part, rows in parts for place in part.place_B[rows].tolist()]
-        for (source, place), to, length in zip(sources, found.place_B.tolist(), lengths_B.tolist(), strict=True):
+        for (source, place), to, length in zip(sources, cache.place_B.tolist(), lengths_B.tolist(), strict=True):
             kv[:, :, to, :, :length] = source[:, :, place, :, :length]
-        return found
+        return cache
 
     def _copy(self, to: Tensor, first: int, places: Tensor, columns: int) -> None:
         """Copy layer by layer, so that the temporary copy of `index_select` is one layer large."""

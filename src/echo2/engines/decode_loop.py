@@ -252,11 +252,11 @@ class DecodeLoop:
         """See `Engine.close`. Waits for the token that is being sampled."""
         with self._changed:
             self._is_closed, thread = True, self._thread
-            left = [] if thread is not None else list(self._queue)  # else the thread's last act
+            tickets = [] if thread is not None else list(self._queue)  # else the thread's last act
             if thread is None:
                 self._queue.clear()
             self._changed.notify_all()
-        _settle([(ticket, None) for ticket in left])  # they may be of another event loop
+        _settle([(ticket, None) for ticket in tickets])  # they may be of another event loop
         if thread is not None:
             await asyncio.to_thread(thread.join)
 
@@ -285,12 +285,12 @@ class DecodeLoop:
             if (self._queue or self._running) and not self._is_closed:
                 self._is_at_work = True
                 return True
-            left = [*self._running.values(), *self._queue]
+            tickets = [*self._running.values(), *self._queue]
             self._running.clear()
             self._queue.clear()
             self._clear()  # before another thread can start on it
             self._thread = None
-        _settle([(ticket, None) for ticket in left])
+        _settle([(ticket, None) for ticket in tickets])
         return False
 
     def _clear(self) -> None:
@@ -345,12 +345,12 @@ class DecodeLoop:
         return all(decoder.can_join for decoder in self._decoders())
 
     def _take(self, unit: int, most: int) -> list[_Ticket]:
-        taken: list[_Ticket] = []
-        while self._queue and self._queue[0].unit == unit and len(taken) < most:
+        tickets: list[_Ticket] = []
+        while self._queue and self._queue[0].unit == unit and len(tickets) < most:
             ticket = self._queue.popleft()
             if not ticket.future.cancelled():
-                taken.append(ticket)
-        return taken
+                tickets.append(ticket)
+        return tickets
 
 
 def _settle(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> None:

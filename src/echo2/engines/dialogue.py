@@ -37,7 +37,7 @@ class Dialogue:
 
     def reset(self) -> None:
         """Forget the conversation so far, except the system prompt."""
-        self._said: tuple[Message, ...] = self._system
+        self._messages: tuple[Message, ...] = self._system
 
     def answer(self, message: str, max_tokens: int, tell: Callable[[str], None]) -> dict[str, Any]:
         """Generate an answer and pass its text to `tell` piece by piece. Returns the text, how it ended (stop, length,
@@ -46,8 +46,8 @@ class Dialogue:
         Raises:
             UserError: the text is empty, leaves no room in the model's context, or the chat template refuses it.
         """
-        said = (*self._said, Message("user", message))
-        prompt = encode_prompt(Task(0, said if self.is_chat else message), self._tokenizer)
+        messages = (*self._messages, Message("user", message))
+        prompt = encode_prompt(Task(0, messages if self.is_chat else message), self._tokenizer)
         room = max_tokens if self._context is None else min(max_tokens, self._context - len(prompt))
         if not prompt:
             raise UserError("The tokenizer makes no tokens of this text.")
@@ -62,7 +62,7 @@ class Dialogue:
         except KeyboardInterrupt:
             pass  # the answer so far counts
         words.end()  # transformers does not call it for an interrupted answer
-        self._said = (*said, Message("assistant", words.text))
+        self._messages = (*messages, Message("assistant", words.text))
         return {"answer": words.text, "finish": finish, "tokens": len(words.tokens)}
 
     def _generate(self, prompt: array[int], room: int, words: _Words) -> None:

@@ -120,10 +120,10 @@ def packed(q_NI: Tensor, kind: str) -> Tensor:
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
     """Return the values of a matrix in a format, float32."""
-    found = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    for into, piece in zip(_pieces(found), _pieces(weight), strict=True):
+    values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    for into, piece in zip(_pieces(values), _pieces(weight), strict=True):
         into.copy_(_rounded(piece, kind).view(-1))
-    return found
+    return values
 
 
 def _rounded(piece: Tensor, kind: str) -> Tensor:

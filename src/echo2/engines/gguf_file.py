@@ -57,9 +57,9 @@ class _Names:
 
     def of(self, name: str) -> str:
         """llama.cpp's name of a tensor with this Hugging Face name."""
-        found: str | None = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None
-        return found
+        gguf_name: str | None = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None
+        return gguf_name
 
     def ordered(self, name: str, rows: Tensor) -> Tensor:
         """Return the rows of a tensor of this name (with or without its suffix) in llama.cpp's order: of each head, row

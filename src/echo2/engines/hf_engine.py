@@ -99,11 +99,11 @@ class HfCache(Cache):
     def _chosen_beside(
         self, rows: Tensor, other: HfCache, other_rows: Tensor, widths: Sequence[int]
     ) -> Recorded | None:
-        known = self.chosen or other.chosen
-        if known is None:
+        record = self.chosen or other.chosen
+        if record is None:
             return None
         own, others = (
-            (part.chosen or known.nothing(*part.mask_BT.shape)).select(picked, width, max(widths))
+            (part.chosen or record.nothing(*part.mask_BT.shape)).select(picked, width, max(widths))
             for part, picked, width in ((self, rows, widths[0]), (other, other_rows, widths[1]))
         )
         return replace(own, ids_BTLk=torch.cat((own.ids_BTLk, others.ids_BTLk)))
@@ -214,9 +214,9 @@ class HfModel(Model):
         if self._routing is None:
             raise PeerError("no_routes", "routes of a model that has none here")
         start = cache.mask_BT.shape[1] - columns
-        given = self._routing.shape.read(routes.given)[start : start + columns].astype(np.int64)
-        given[np.frombuffer(routes.is_given, bool)[start : start + columns] == 0] = LIVE
-        given_NLk = torch.from_numpy(given).to(self._device)
+        ids_NLk = self._routing.shape.read(routes.given)[start : start + columns].astype(np.int64)
+        ids_NLk[np.frombuffer(routes.is_given, bool)[start : start + columns] == 0] = LIVE
+        given_NLk = torch.from_numpy(ids_NLk).to(self._device)
         with self._routing.replaying(given_NLk), self._routing.watching() as watched:
             yield
         routes.regrets += watched.regret_N.tolist()

@@ -92,8 +92,8 @@ def _architecture(
 
 def _ends(files: Mapping[str, bytes], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Return the tokens that end an answer, the tokenizer's own first. Raises PeerError: a file has none."""
-    found = (tokenizer.eos_token_id, *end_tokens(files))
-    return [token for token in dict.fromkeys(found) if token is not None and 0 <= token < vocab_size]
+    candidates = (tokenizer.eos_token_id, *end_tokens(files))
+    return [token for token in dict.fromkeys(candidates) if token is not None and 0 <= token < vocab_size]
 
 
 def _tokens(tokenizer: Tokenizer, ends: list[int], vocab_size: int) -> Callable[[Any], None]:
@@ -194,7 +194,7 @@ def write_mlx(directory: Path, snapshot: Snapshot, form: str, dtype: str) -> Non
     if bits[forms.OF_TOKENS[form]] != bits[form]:
         tokens = {"group_size": forms.BLOCK, "bits": bits[forms.OF_TOKENS[form]]}
         rounding |= dict.fromkeys(("model.embed_tokens", "lm_head"), tokens)
-    known = config | mlx_arguments(config["model_type"], arch) | {"dtype": dtype, "quantization": rounding}
+    mlx_config = config | mlx_arguments(config["model_type"], arch) | {"dtype": dtype, "quantization": rounding}
     directory.mkdir(parents=True)
     try:
         with (directory / MLX_WEIGHTS).open("wb") as file:
@@ -203,7 +203,7 @@ def write_mlx(directory: Path, snapshot: Snapshot, form: str, dtype: str) -> Non
         raise UserError(f"--mlx: {error.detail}.") from error
     for name, data in snapshot.files.items():
         (directory / name).write_bytes(data)
-    (directory / "config.json").write_text(json.dumps(known, indent=2))
+    (directory / "config.json").write_text(json.dumps(mlx_config, indent=2))
 
 
 def mlx_arguments(model_type: str, arch: Architecture) -> dict[str, Any]:

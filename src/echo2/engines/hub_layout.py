@@ -70,11 +70,11 @@ class TensorPart:
         """Return what a part of the module's tensor has of the stored one: as a region of the part, and of the stored
         tensor. None: nothing."""
         spans = list(zip(self.region, region, strict=True))
-        both = [(max(mine[0], part[0]), min(mine[1], part[1])) for mine, part in spans]
-        if any(low >= high and mine[0] < mine[1] for (low, high), (mine, _) in zip(both, spans, strict=True)):
+        both = [(max(own[0], part[0]), min(own[1], part[1])) for own, part in spans]
+        if any(low >= high and own[0] < own[1] for (low, high), (own, _) in zip(both, spans, strict=True)):
             return None
         inside = tuple((low - part[0], high - part[0]) for (low, high), (_, part) in zip(both, spans, strict=True))
-        ours = tuple((low - mine[0], high - mine[0]) for (low, high), (mine, _) in zip(both, spans, strict=True))
+        ours = tuple((low - own[0], high - own[0]) for (low, high), (own, _) in zip(both, spans, strict=True))
         return inside, tuple((0, 1) if dim is None else ours[dim] for dim in self.dims)
 
 
@@ -274,7 +274,7 @@ def _places(whole: Any, stored: Shapes) -> dict[str, TensorPart]:
         converted: dict[str, Tensor] = revert_weight_conversion(whole, dict(own))
     best: dict[str, TensorPart] = {}
     for candidate in (converted, own):
-        found: dict[str, TensorPart] = {}
+        places: dict[str, TensorPart] = {}
         for name, view in sorted(candidate.items(), key=lambda item: item[1].storage_offset()):
             key, offset = _stored_name(name, whole.base_model_prefix, stored), int(view.storage_offset())
             if key is None or view.untyped_storage().nbytes() != space.untyped_storage().nbytes():
@@ -283,8 +283,8 @@ def _places(whole: Any, stored: Shapes) -> dict[str, TensorPart]:
             module_name = names[at] if view.numel() else name
             place = _place(module_name, tuple(tensors[module_name].shape), view, offset - starts[at])
             if place is not None:
-                found[key] = place
-        best = max(best, found, key=len)
+                places[key] = place
+        best = max(best, places, key=len)
     return best
 
 

@@ -162,29 +162,29 @@ class LlamaCppCache(Cache):
 
     def copy(self, row: int, length: int) -> LlamaCppCache | None:
         """See `Cache.copy`. None also if there are too many sequences."""
-        found = self._sequences.copy(self.rows[row], length)
-        return None if found is None else LlamaCppCache(self._sequences, [found], self._token_bytes)
+        sequence = self._sequences.copy(self.rows[row], length)
+        return None if sequence is None else LlamaCppCache(self._sequences, [sequence], self._token_bytes)
 
     def select(self, rows: Tensor) -> LlamaCppCache:
-        return LlamaCppCache(self._sequences, self._taken(rows), self._token_bytes)
+        return LlamaCppCache(self._sequences, self._take_rows(rows), self._token_bytes)
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> LlamaCppCache:
         assert isinstance(other, LlamaCppCache)
-        return LlamaCppCache(self._sequences, self._taken(rows) + other._taken(other_rows), self._token_bytes)
+        return LlamaCppCache(self._sequences, self._take_rows(rows) + other._take_rows(other_rows), self._token_bytes)
 
-    def _taken(self, rows: Tensor) -> list[int]:
+    def _take_rows(self, rows: Tensor) -> list[int]:
         """Return the sequences of these rows, and drop the others. A row that comes again is copied."""
-        taken, found = set[int](), list[int]()
+        moved_rows, sequences = set[int](), list[int]()
         for row in rows.tolist():
             sequence = self.rows[row]
-            if row in taken:
+            if row in moved_rows:
                 sequence = _there(self._sequences.copy(sequence, self._sequences.length(sequence)))
-            found.append(sequence)
-            taken.add(row)
+            sequences.append(sequence)
+            moved_rows.add(row)
         self._end.detach()
-        self._sequences.drop(sequence for row, sequence in enumerate(self.rows) if row not in taken)
+        self._sequences.drop(sequence for row, sequence in enumerate(self.rows) if row not in moved_rows)
         self.rows = []
-        return found
+        return sequences
 
 
 def _there(sequence: int | None) -> int:
@@ -389,10 +389,10 @@ class Sequences:
     def new(self) -> int | None:
         """Return a new sequence without tokens; None: there are too many."""
         self._sweep()
-        found = next((number for number in range(self._most) if number not in self._lengths), None)
-        if found is not None:
-            self._lengths[found] = 0
-        return found
+        sequence = next((number for number in range(self._most) if number not in self._lengths), None)
+        if sequence is not None:
+            self._lengths[sequence] = 0
+        return sequence
 
     def drop(self, sequences: Iterable[int]) -> None:
         self._dropped.extend(sequences)
@@ -402,12 +402,12 @@ class Sequences:
 
     def copy(self, sequence: int, length: int) -> int | None:
         """Return a new sequence with the first `length` tokens of another one; None: there are too many."""
-        found = self.new()
-        if found is not None and length:
+        target = self.new()
+        if target is not None and length:
             context = self._ready()
-            context.calls.llama_memory_seq_cp(context.memory, sequence, found, 0, length)
-            self._lengths[found] = length
-        return found
+            context.calls.llama_memory_seq_cp(context.memory, sequence, target, 0, length)
+            self._lengths[target] = length
+        return target
 
     def read(self, sequences: Sequence[int], parts: Sequence[array[int]]) -> None:
         """Read more tokens of these sequences; no logits are wanted."""

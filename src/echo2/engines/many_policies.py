@@ -99,7 +99,7 @@ class ManyPolicies(TorchDecoder):
         self._mixed = None
         super()._change(model, limits, added)
 
-    def _known(self, request: SampleRequest) -> Cache | None:
+    def _prefix_cache(self, request: SampleRequest) -> Cache | None:
         """Return the cache of a prefix that its owner's earlier requests to this policy have read. Running rows may be
         of other policies."""
         return self._kept_prefix(request)

@@ -31,7 +31,7 @@ from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.model_values import PLAIN_TYPES, UnsupportedError, read_architecture
 from echo2.engines.rows import Cache
-from echo2.engines.snapshot_tensors import fill, taken
+from echo2.engines.snapshot_tensors import fill, names_to_read
 from echo2.engines.torch_engine import META, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
 
@@ -139,7 +139,7 @@ class MlxModel(Model):
         self._net, self._adapter = Net(model_type, outline.architecture[0]), dict[str, LowRank]()
 
     def fill(self, snapshot: Snapshot) -> None:
-        for name in taken(snapshot, self.places):
+        for name in names_to_read(snapshot, self.places):
             weight = torch.empty(self.places[name][0].shape, dtype=self.dtype)
             fill(snapshot, name, [weight])
             place = EMBEDDING if self._tied and name == OUTPUT else name
@@ -179,9 +179,9 @@ class MlxModel(Model):
             return super().extend(cache, tokens, first, most)
         from echo2.engines.mlx_net import MlxCache
 
-        found = MlxCache.of([None], self._net.num_layers) if cache is None else cache
-        assert isinstance(found, MlxCache)
-        return found, self._pieces(found, tokens, first, most)
+        mlx_cache = MlxCache.of([None], self._net.num_layers) if cache is None else cache
+        assert isinstance(mlx_cache, MlxCache)
+        return mlx_cache, self._pieces(mlx_cache, tokens, first, most)
 
     def _pieces(self, cache: MlxCache, tokens: array[int], first: int, most: int) -> Iterator[Tensor]:
         for start in range(0, len(tokens), READ_TOKENS):

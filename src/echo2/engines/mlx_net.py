@@ -76,8 +76,8 @@ class Matrix:
         if self._steps is None:
             return self._weight[tokens]
         steps, edges = (part[tokens].astype(mx.float32) for part in (self._steps, self._edges))
-        found = mx.dequantize(self._weight[tokens], steps, edges, group_size=forms.BLOCK, bits=self._bits)
-        return found.astype(self._steps.dtype)
+        values = mx.dequantize(self._weight[tokens], steps, edges, group_size=forms.BLOCK, bits=self._bits)
+        return values.astype(self._steps.dtype)
 
 
 class Embedding(Matrix):
@@ -176,9 +176,9 @@ class MlxCache(Cache):
         layers = self._only(row)
         for layer in layers:
             layer.trim(layer.offset - length)
-        found = MlxCache([BatchKVCache.merge([layer]) for layer in layers])
-        found.compute()
-        return found
+        cache = MlxCache([BatchKVCache.merge([layer]) for layer in layers])
+        cache.compute()
+        return cache
 
     def compute(self) -> None:
         mx.eval([layer.state for layer in self.layers if not layer.empty()])

@@ -267,10 +267,10 @@ def read_architecture(config: Mapping[str, Any], known: Sequence[str] = MODEL_TY
         _require(config.get("model_type") in known, "model_type", config.get("model_type"))
         values = all_values(config) if config["model_type"] in WITH_DEFAULTS else config
         _check_variant(values)
-        found = _architecture(values)
-        if found.layers and len(found.layers) != found.num_layers:
-            raise ValueError(f"{len(found.layers)} layer_types of {found.num_layers} layers")
-        return replace(found, prefixes=WITH_TOWER.get(config["model_type"], found.prefixes))
+        arch = _architecture(values)
+        if arch.layers and len(arch.layers) != arch.num_layers:
+            raise ValueError(f"{len(arch.layers)} layer_types of {arch.num_layers} layers")
+        return replace(arch, prefixes=WITH_TOWER.get(config["model_type"], arch.prefixes))
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -280,8 +280,8 @@ def read_architecture(config: Mapping[str, Any], known: Sequence[str] = MODEL_TY
 def _check_variant(config: Mapping[str, Any]) -> None:
     model_type, is_gemma = config["model_type"], config["model_type"] == "gemma3_text"
     activation = "hidden_activation" if is_gemma else "hidden_act"
-    told = config.get(activation, "silu")
-    _require(told == ("gelu_pytorch_tanh" if is_gemma else "silu"), activation, told)
+    function = config.get(activation, "silu")
+    _require(function == ("gelu_pytorch_tanh" if is_gemma else "silu"), activation, function)
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         _require(not config.get(key), key, config.get(key))
     may_slide = model_type in ("mistral", "smollm3", "gemma3_text")

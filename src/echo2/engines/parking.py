@@ -29,10 +29,10 @@ class Parked:
         self._device = device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # streams beside this thread's, too
-        found = {one.data_ptr(): one for one in map(_memory, _tensors(holders, set())) if one is not None}
+        memories = {one.data_ptr(): one for one in map(_memory, _tensors(holders, set())) if one is not None}
         self._kept = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
         try:
-            for memory in found.values():
+            for memory in memories.values():
                 if memory.device == device and memory.resizable():
                     self._kept.append((memory, _copy(memory)))
                     memory.resize_(0)

@@ -209,36 +209,36 @@ def score(
     Raises:
         UserError: a cell's token is not in the vocabulary.
     """
-    found, place = TextScores(), request.first
+    scores, place = TextScores(), request.first
     with torch.inference_mode():
         for logits_NV in logits([request.text], [request.first - 1], LOGITS_TOKENS):
-            _score_tile(exact(logits_NV), place, request, found)
+            _score_tile(exact(logits_NV), place, request, scores)
             place += len(logits_NV)
-    return found
+    return scores
 
 
-def _score_tile(logits_NV: Tensor, place: int, request: ScoreRequest, found: TextScores) -> None:
+def _score_tile(logits_NV: Tensor, place: int, request: ScoreRequest, scores: TextScores) -> None:
     """Add the scores of one tile, whose first place is `place`."""
     end, device = place + len(logits_NV), logits_NV.device
     logprobs_NV = logits_NV.log_softmax(-1)
     own_N = torch.tensor(request.text[place:end], dtype=torch.long, device=device)
-    _add(found.logprobs, logprobs_NV.gather(1, own_N[:, None]))
+    _add(scores.logprobs, logprobs_NV.gather(1, own_N[:, None]))
     if request.top_k:
         tempered_NV = _tempered(logprobs_NV, request.top_temperature)
         top_NK, ids_NK = tempered_NV.topk(min(request.top_k, logits_NV.shape[1]), dim=-1)
-        _add(found.top_logprobs, top_NK)
-        found.top_tokens.frombytes(ids_NK.int().cpu().numpy().tobytes())
+        _add(scores.top_logprobs, top_NK)
+        scores.top_tokens.frombytes(ids_NK.int().cpu().numpy().tobytes())
     places = np.frombuffer(request.cell_places, dtype="i")
     cells = slice(*np.searchsorted(places, (place, end)).tolist())
     if len(tokens := request.cell_tokens[cells]):
         if not 0 <= min(tokens) <= max(tokens) < logits_NV.shape[1]:
             raise UserError(f"A token to score is outside of 0..{logits_NV.shape[1] - 1}, the vocabulary.")
         rows_M = torch.from_numpy(places[cells] - place).to(device, torch.long)
-        _add(found.cell_logprobs, logprobs_NV[rows_M, torch.tensor(tokens, dtype=torch.long, device=device)])
+        _add(scores.cell_logprobs, logprobs_NV[rows_M, torch.tensor(tokens, dtype=torch.long, device=device)])
     if request.num_draws:
         drawn_ND = _draw(logprobs_NV, place, request)
-        found.drawn_tokens.frombytes(drawn_ND.int().cpu().numpy().tobytes())
-        _add(found.drawn_logprobs, logprobs_NV.gather(1, drawn_ND))
+        scores.drawn_tokens.frombytes(drawn_ND.int().cpu().numpy().tobytes())
+        _add(scores.drawn_logprobs, logprobs_NV.gather(1, drawn_ND))
 
 
 def _tempered(logprobs_NV: Tensor, temperature: float) -> Tensor:
@@ -259,5 +259,5 @@ def _draw(logprobs_NV: Tensor, place: int, request: ScoreRequest) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def _add(found: array[float], values: Tensor) -> None:
-    found.frombytes(values.float().cpu().numpy().tobytes())
+def _add(scores: array[float], values: Tensor) -> None:
+    scores.frombytes(values.float().cpu().numpy().tobytes())

@@ -190,10 +190,10 @@ def _draw(logits: torch.Tensor) -> torch.Tensor:
 def _least(work: Callable[[], object], times: int) -> float:
     """Return the seconds that the thread computes for this work: the least of a few trials, after one that warms up."""
     work()
-    found = []
+    seconds = []
     for _ in range(TRIALS):
         started = time.thread_time()
         for _ in range(times):
             work()
-        found.append((time.thread_time() - started) / times)
-    return max(min(found), 1e-12)
+        seconds.append((time.thread_time() - started) / times)
+    return max(min(seconds), 1e-12)

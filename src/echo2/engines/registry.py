@@ -81,10 +81,10 @@ def in_worker(config: Mapping[str, Any]) -> EngineChoice:
         return EngineChoice("transformers", f"compact does not support {error.trait}")
     except UserError:
         return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
-    known = f"it knows {config['model_type']} models"
+    reason = f"it knows {config['model_type']} models"
     if config["model_type"] in PLAIN_TYPES and is_mac() and not missing_packages("mlx"):
-        return EngineChoice("mlx", f"{known}, and uses this Mac's GPU")
-    return EngineChoice("compact", known)
+        return EngineChoice("mlx", f"{reason}, and uses this Mac's GPU")
+    return EngineChoice("compact", reason)
 
 
 def is_mac() -> bool:

@@ -193,13 +193,13 @@ class _Choosing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        answer = func(*args, **(kwargs or {}))
         if func is torch.topk or func is Tensor.topk:
             scores, shape = args[0], self._routing.shape
             # Groups of experts, which some routers choose first, have one dimension more, or are fewer.
-            if scores.dim() == 2 and scores.shape[-1] == shape.experts and found[1].shape[-1] == shape.chosen:
-                return self._routing.choice(self._layer, scores, found)
-        return found
+            if scores.dim() == 2 and scores.shape[-1] == shape.experts and answer[1].shape[-1] == shape.chosen:
+                return self._routing.choice(self._layer, scores, answer)
+        return answer
 
 
 def _forward(routing: Routing, layer: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -220,8 +220,8 @@ def routing_of(module: Any) -> Routing | None:
 def _routers(module: nn.Module, experts: int) -> list[nn.Module]:
     """Return the modules that call `topk` and hold scores of the experts; the innermost where they are nested."""
     kinds = {kind for kind in {type(part) for part in module.modules()} if _calls_topk(kind)}
-    found = [part for part in module.modules() if type(part) in kinds and _scores(part, experts)]
-    return [part for part in found if not any(other in found for other in part.modules() if other is not part)]
+    callers = [part for part in module.modules() if type(part) in kinds and _scores(part, experts)]
+    return [part for part in callers if not any(other in callers for other in part.modules() if other is not part)]
 
 
 def _calls_topk(kind: type) -> bool:

@@ -63,7 +63,7 @@ class RowTable:
 
     def clear(self) -> None:
         self._rows: list[_Row] = []
-        self._told: list[int] = []
+        self._streaming_places: list[int] = []
         self._length_B: Ints = np.zeros(0, dtype=np.int64)
         self._is_running_B = np.zeros(0, dtype=bool)
         self._room_B: Ints = np.zeros(0, dtype=np.int64)
@@ -124,7 +124,7 @@ class RowTable:
         columns = self._tokens_BT.shape[1]
         self._tokens_BT = np.concatenate((self._tokens_BT[kept], np.zeros((len(requests), columns), np.int32)))
         self._logprobs_BT = np.concatenate((self._logprobs_BT[kept], np.zeros((len(requests), columns), np.float32)))
-        self._told = [place for place, row in enumerate(self._rows) if row.request.on_token is not None]
+        self._streaming_places = [place for place, row in enumerate(self._rows) if row.request.on_token is not None]
         self._prepare([row.request for row in self._rows], limits)
 
     def _prepare(self, requests: Sequence[SampleRequest], limits: Limits) -> None:
@@ -173,7 +173,7 @@ class RowTable:
         ]
 
     def _tell(self, tokens_B: Ints) -> None:
-        for place in self._told:
+        for place in self._streaming_places:
             if self._is_running_B[place] and (hear := self._rows[place].request.on_token) is not None:
                 hear(int(tokens_B[place]))
 
@@ -269,16 +269,16 @@ class PrefixCache:
         removed; of another, the common part is copied, if that is at least half of these tokens."""
         place = bisect.bisect(self._sorted, key)
         beside = self._sorted[max(0, place - 1) : place + 1]  # no other key has more in common with it
-        found = max(beside, key=lambda other: _num_common(key, other), default=b"")
-        num_tokens = (_num_common(key, found) - scope_bytes) // 4
-        is_whole = num_tokens == (len(found) - scope_bytes) // 4
+        nearest_key = max(beside, key=lambda other: _num_common(key, other), default=b"")
+        num_tokens = (_num_common(key, nearest_key) - scope_bytes) // 4
+        is_whole = num_tokens == (len(nearest_key) - scope_bytes) // 4
         if num_tokens < 1 or (not is_whole and num_tokens < WORTH_SHARE * (len(key) - scope_bytes) / 4):
             return None
-        cache = self._drop(found)
+        cache = self._drop(nearest_key)
         assert cache is not None
         if is_whole:
             return cache
-        self.keep(found, cache)  # it is the one that was used last
+        self.keep(nearest_key, cache)  # it is the one that was used last
         return cache.copy(0, num_tokens)
 
     def _drop(self, key: bytes) -> Cache | None:

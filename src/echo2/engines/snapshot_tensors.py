@@ -42,8 +42,8 @@ def computing_dtype(snapshot: Snapshot) -> torch.dtype:
     """
     stored = max(snapshot.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     if stored is None or stored.dtype not in FLOAT_DTYPES:
-        found = "there are none" if stored is None else f"they are {stored.dtype}"
-        raise PeerError("bad_snapshot", f"an engine computes with weights of {', '.join(FLOAT_DTYPES)}; {found}")
+        detail = "there are none" if stored is None else f"they are {stored.dtype}"
+        raise PeerError("bad_snapshot", f"an engine computes with weights of {', '.join(FLOAT_DTYPES)}; {detail}")
     return FLOAT_DTYPES[stored.dtype]
 
 
@@ -54,16 +54,16 @@ def check_layout(snapshot: Snapshot, places: Places) -> None:
         PeerError: a tensor is missing or has no place; its dtype is unknown, its shape is not that of its place, or its
             number of bytes is wrong.
     """
-    for name in taken(snapshot, places):
+    for name in names_to_read(snapshot, places):
         source, shape = snapshot.tensors[name], tuple(places[name][0].shape)
         if source.dtype not in DTYPES:
             raise PeerError("bad_snapshot", f"{name} has dtype {source.dtype!r}, which no engine reads")
         if tuple(source.shape) != shape:
-            said = f"{name} has shape {list(source.shape)}, its architecture says {list(shape)}"
-            raise PeerError("bad_snapshot", said)
+            detail = f"{name} has shape {list(source.shape)}, its architecture says {list(shape)}"
+            raise PeerError("bad_snapshot", detail)
         if source.num_bytes != math.prod(shape) * DTYPES[source.dtype].itemsize:
-            said = f"{name} has {source.num_bytes} bytes, not those of {source.dtype} {list(shape)}"
-            raise PeerError("bad_snapshot", said)
+            detail = f"{name} has {source.num_bytes} bytes, not those of {source.dtype} {list(shape)}"
+            raise PeerError("bad_snapshot", detail)
 
 
 def check_values(snapshot: Snapshot, places: Places) -> None:
@@ -72,7 +72,7 @@ def check_values(snapshot: Snapshot, places: Places) -> None:
     Raises:
         PeerError: a value is not finite, or the snapshot's bytes can no longer be read.
     """
-    for name in taken(snapshot, places):
+    for name in names_to_read(snapshot, places):
         for _ in pieces_of(snapshot, name):
             pass
 
@@ -83,7 +83,7 @@ def copy_tensors(snapshot: Snapshot, places: Places) -> None:
     Raises:
         PeerError: as `check_values`; some places are filled then, others not.
     """
-    for name in taken(snapshot, places):
+    for name in names_to_read(snapshot, places):
         fill(snapshot, name, places[name])
 
 
@@ -118,17 +118,17 @@ def pieces_of(snapshot: Snapshot, name: str) -> Iterator[tuple[int, Tensor]]:
         yield start // dtype.itemsize, piece
 
 
-def taken(snapshot: Snapshot, places: Places) -> list[str]:
+def names_to_read(snapshot: Snapshot, places: Places) -> list[str]:
     """Return the names of the tensors to read: of tied names, the first that the snapshot has."""
     tied: dict[int, list[str]] = {}
     for name, place in places.items():
         if place:
             tied.setdefault(id(place[0]), []).append(name)
-    taken = [next((name for name in names if name in snapshot.tensors), names[0]) for names in tied.values()]
+    tensor_names = [next((name for name in names if name in snapshot.tensors), names[0]) for names in tied.values()]
     for complaint, names in (
-        ("are missing", set(taken) - snapshot.tensors.keys()),
+        ("are missing", set(tensor_names) - snapshot.tensors.keys()),
         ("do not belong to the architecture", snapshot.tensors.keys() - places.keys()),
     ):
         if names:
             raise PeerError("bad_snapshot", f"{len(names)} tensors {complaint}, first {min(names)}")
-    return taken
+    return tensor_names

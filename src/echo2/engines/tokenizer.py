@@ -161,15 +161,15 @@ def refuse_other_tokenizer(ours: Mapping[str, bytes], theirs: Mapping[str, bytes
     if all(ours.get(name) == theirs.get(name) for name in VOCABULARY_FILES):
         return
     try:
-        mine, other = (load_tokenizer(files).get_vocab() for files in (ours, theirs))
+        own, other = (load_tokenizer(files).get_vocab() for files in (ours, theirs))
     except PeerError as error:
         raise UserError(f"distill.teacher = {teacher!r}: its tokens can't be compared: {error.detail}.") from error
-    differ = [token for token, number in mine.items() if other.get(token) != number]
+    differ = [token for token, number in own.items() if other.get(token) != number]
     if differ:
-        token = min(differ, key=mine.__getitem__)
+        token = min(differ, key=own.__getitem__)
         raise UserError(
-            f"distill.teacher = {teacher!r} has another tokenizer: of the policy's {len(mine)} tokens {len(differ)} "
-            f"are others there, for example number {mine[token]}, {token!r}. A teacher scores the policy's own tokens: "
+            f"distill.teacher = {teacher!r} has another tokenizer: of the policy's {len(own)} tokens {len(differ)} "
+            f"are others there, for example number {own[token]}, {token!r}. A teacher scores the policy's own tokens: "
             "take one of the same family."
         )
 
@@ -256,10 +256,10 @@ def _space_before_answers(tokenizer: Tokenizer) -> str:
     """Return the spaces that the chat template writes between the opening of the assistant's turn and an answer."""
     from jinja2 import TemplateError
 
-    asked, answered = {"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}
+    question, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}
     with suppress(TemplateError, *TEMPLATE_ERRORS):
-        opening = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template([asked, answered], tokenize=False, add_generation_prompt=False)
+        opening = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([question, answer], tokenize=False, add_generation_prompt=False)
         space, mark, _ = whole.removeprefix(opening).partition(ANSWER_MARK)
         return space if mark and not space.strip() else ""
     return ""
@@ -354,15 +354,15 @@ def decoded_all(tokenizer: Tokenizer, rows: Iterable[array[int]]) -> list[str]:
     """
     table, core = known_tokens(tokenizer), _core(tokenizer)
     has_no_hole = 0 not in table
-    known = [
+    id_rows = [
         row.tolist()
         if not row or (has_no_hole and max(row) < len(table))
         else [token for token in row if token < len(table) and table[token]]
         for row in rows
     ]
     if core is None:
-        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in known]
-    texts: list[str] = core.decode_batch(known, skip_special_tokens=True)
+        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in id_rows]
+    texts: list[str] = core.decode_batch(id_rows, skip_special_tokens=True)
     return texts
 
 
@@ -385,7 +385,7 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
 
 
 def following_tokens(
-    tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_token: int, *, opens: bool = True
+    tokenizer: Tokenizer, new_messages: Sequence[dict[str, Any]], last_token: int, *, opens: bool = True
 ) -> array[int]:
     """Return the token ids of the messages after an answer that ended with `last_token`: the rest of the assistant's
     turn, the messages, and (`opens`) the opening of the assistant's next turn.
@@ -395,7 +395,7 @@ def following_tokens(
     """
     from jinja2 import TemplateError
 
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}, *said]
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}, *new_messages]
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
@@ -419,8 +419,8 @@ def end_token(tokenizer: Tokenizer, ends: tuple[int, ...], is_chat: bool) -> int
     if is_chat and tokenizer.chat_template:
         with suppress(UserError):  # a template without earlier answers
             tail = following_tokens(tokenizer, (), -1, opens=False)
-    known = [token for token in (*tail, tokenizer.eos_token_id) if token in ends]
-    return next(iter((*known, *ends)), None)
+    candidates = [token for token in (*tail, tokenizer.eos_token_id) if token in ends]
+    return next(iter((*candidates, *ends)), None)
 
 
 def tokens_with(tokenizer: Tokenizer, characters: str, *, special: bool = False) -> frozenset[int]:
@@ -435,10 +435,10 @@ def tokens_with(tokenizer: Tokenizer, characters: str, *, special: bool = False)
 def _tokens_with(tokenizer: Tokenizer, characters: str, special: bool) -> frozenset[int]:
     before = tokenizer.encode("a", add_special_tokens=False)  # some decoders drop the first space
     length = len(tokenizer.decode(before, skip_special_tokens=True))
-    wanted = {*characters, *("" if characters.isascii() else BROKEN)}
+    character_set = {*characters, *("" if characters.isascii() else BROKEN)}
     ids = [token for token, is_there in enumerate(known_tokens(tokenizer)) if is_there]
     texts = (tokenizer.decode([*before, token], skip_special_tokens=not special)[length:] for token in ids)
-    return frozenset(token for token, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text))
+    return frozenset(token for token, text in zip(ids, texts, strict=True) if not character_set.isdisjoint(text))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -468,8 +468,8 @@ class StopRule:
         return None
 
     def _is_in(self, tokens: Sequence[int]) -> bool:
-        known = [token for token in tokens if is_known(self.tokenizer, token)]
-        text = self.tokenizer.decode(known, skip_special_tokens=False)
+        ids = [token for token in tokens if is_known(self.tokenizer, token)]
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
 

@@ -320,7 +320,7 @@ class TorchDecoder:
                     self._kept = PrefixCache(int(KEPT_SHARE * free_memory_bytes(self._device)))
                 self._kept.keep(self._scope(request) + tokens.tobytes(), cache)
 
-    def _known(self, request: SampleRequest) -> Cache | None:
+    def _prefix_cache(self, request: SampleRequest) -> Cache | None:
         """Return the cache of a prefix of its prompt, if a running row or an earlier turn read it with this policy."""
         prompt = request.prompt_tokens
         place = self._rows.place_of_prompt(prompt, self._read_from)
@@ -341,20 +341,20 @@ class TorchDecoder:
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
         self._checks = True
         self._held(ref)
-        found: dict[int, Prefill] = {}
+        prefills: dict[int, Prefill] = {}
         for batch in batches(requests):
             with self._next:
                 self._using.acquire()
             try:
                 with torch.inference_mode():
-                    found |= self._prefill(ref, {place: requests[place] for place in batch})
+                    prefills |= self._prefill(ref, {place: requests[place] for place in batch})
             finally:
                 self._using.release()
-        return [found[place] for place in range(len(requests))]
+        return [prefills[place] for place in range(len(requests))]
 
     def _prefill(self, ref: SnapshotRef, requests: Mapping[int, PrefillRequest]) -> dict[int, Prefill]:
         """Requests of one version are read in one batch, those with swaps or routes one by one."""
-        found: dict[int, Prefill] = {}
+        prefills: dict[int, Prefill] = {}
         steady: dict[tuple[int, str], dict[int, PrefillRequest]] = {}
         for place, request in requests.items():
             if len(request.reads) == 1 and not request.routes:
@@ -363,13 +363,13 @@ class TorchDecoder:
             models = [self._held(replace(ref, version=version), request.form) for _, version in request.reads]
             routes = RouteCheck(request.routes, request.is_routed) if request.routes else None
             measured = measure(replay(models, request, routes), request, _bits(models[0], request.form))
-            found[place] = measured if routes is None else replace(measured, regrets=np.array(routes.regrets))
+            prefills[place] = measured if routes is None else replace(measured, regrets=np.array(routes.regrets))
         for (version, form), of_version in steady.items():
             model = self._held(replace(ref, version=version), form)
             firsts = [len(one.prompt_tokens) - 1 + one.first for one in of_version.values()]
             tiles = model.logits([sequence_of(one) for one in of_version.values()], firsts, _tile_tokens(model))
-            found |= {place: measure(tiles, request, _bits(model, form)) for place, request in of_version.items()}
-        return found
+            prefills |= {place: measure(tiles, request, _bits(model, form)) for place, request in of_version.items()}
+        return prefills
 
     def _held(self, ref: SnapshotRef, form: str = "") -> Model:
         """Return the model of a snapshot that can be checked under, with its weights in this form."""
@@ -430,10 +430,10 @@ class TorchDecoder:
         first_of: dict[bytes, SampleRequest] = {}
         for request in added.values():
             first_of.setdefault(request.prompt_tokens.tobytes(), request)
-        known = [self._known(request) for request in first_of.values()]
+        prefixes = [self._prefix_cache(request) for request in first_of.values()]
         self._keeps_routes = self._keeps_routes or any(request.params.routes for request in added.values())
         prompts = [request.prompt_tokens[:-1] for request in first_of.values()]
-        fresh = model.prefill(prompts, known, self._keeps_routes)
+        fresh = model.prefill(prompts, prefixes, self._keeps_routes)
         place_of = {prompt: place for place, prompt in enumerate(first_of)}
         return fresh, [place_of[request.prompt_tokens.tobytes()] for request in added.values()]
 

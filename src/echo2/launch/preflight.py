@@ -384,9 +384,9 @@ def check_engine(config: Config) -> None:
     checked."""
     engine, count = config.workers.engine, config.workers.count
     refuse_unknown_engine(engine)
-    given = f"workers.engine = {engine!r} with workers.count = {count}"
+    choice = f"workers.engine = {engine!r} with workers.count = {count}"
     if count and ENGINES.get(engine) in PACKAGES and (why := missing_packages(engine)):
-        raise UserError(f'{given}: {why}. Set workers.engine = "auto", or workers.count = 0.')
+        raise UserError(f'{choice}: {why}. Set workers.engine = "auto", or workers.count = 0.')
     if not count or engine not in SERVERS:
         return
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
@@ -394,7 +394,7 @@ def check_engine(config: Config) -> None:
         raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, which does not exist: give the path of a Python.")
     if not python and importlib.util.find_spec(engine) is None:
         raise UserError(
-            f"{given}, and this Python environment has no {engine}. Set ECHO2_ENGINE_PYTHON to the Python of one that "
+            f"{choice}, and this Python environment has no {engine}. Set ECHO2_ENGINE_PYTHON to the Python of one that "
             f"has (`make {engine}` makes one for CPUs), or leave the workers to other machines: workers.count = 0."
         )
 

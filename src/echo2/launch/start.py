@@ -75,7 +75,7 @@ def changes(old: Config, new: Config) -> list[str]:
     Raises:
         UserError: a setting of `FIXED` differs, or max_staleness was lowered.
     """
-    found = []
+    lines = []
     for section, key, *_ in configuration.all_fields():
         name = f"{section}.{key}"
         before, after = (getattr(getattr(config, section), key) for config in (old, new))
@@ -84,14 +84,14 @@ def changes(old: Config, new: Config) -> list[str]:
         change = f"{name}: {json.dumps(before)} -> {json.dumps(after)}"
         if name in FIXED and not (name == "distill.teacher" and _are_moved(old.distill, new.distill)):
             raise UserError(f"--resume cannot change {change}: {FIXED[name]}. Set it back, or start another --out.")
-        found.append(change)
+        lines.append(change)
     before, after = old.schedule.max_staleness, new.schedule.max_staleness
     if after < before:
         raise UserError(
             f"--resume cannot lower schedule.max_staleness ({before} -> {after}): groups that are sampled "
             f"already would be thrown away, and `echo2 audit` would find older ones. Set it to {before} or more."
         )
-    return found
+    return lines
 
 
 def _are_moved(old: DistillConfig, new: DistillConfig) -> bool:
@@ -138,8 +138,8 @@ def absolute(config: Config) -> Config:
         for mark in ("", "#", ":"):
             file, _, rest = name.strip().partition(mark) if mark else (name.strip(), "", "")
             if ("/" in file or "." in file) and Path(file).exists():  # else it may be a built-in's name
-                found = str(Path(file).resolve()) + (mark + rest if rest else "")
-                return f"{weight.strip()} * {found}" if star else found
+                full_name = str(Path(file).resolve()) + (mark + rest if rest else "")
+                return f"{weight.strip()} * {full_name}" if star else full_name
         return text
 
     def named_all(source: Any) -> Any:
@@ -204,8 +204,8 @@ def fetched(
     keep_private()
     rundir = RunDir(out)
 
-    def usable(found: RunDir) -> None:
-        _aside(check, configuration.load(found.config, overrides), has_learner, has_workers)
+    def usable(candidate: RunDir) -> None:
+        _aside(check, configuration.load(candidate.config, overrides), has_learner, has_workers)
 
     with claimed(out, "run"):
         if not is_standby:

@@ -89,13 +89,13 @@ class Deaths:
         self.words, self.died_at, self.ending = words, now, ending
 
     @property
-    def said(self) -> str:
+    def reason(self) -> str:
         """The last words, or how it ended."""
         return self.words or f"it {self.ending}"
 
     def to_plain(self) -> dict[str, Any]:
         """Return what processes.json shows; empty: it has not died."""
-        return {"deaths": self.num, "last_words": self.said, "died_at": self.died_at} if self.num else {}
+        return {"deaths": self.num, "last_words": self.reason, "died_at": self.died_at} if self.num else {}
 
     def why_hopeless(self) -> str:
         """Return how often it died, if it should not be started again; else ""."""
@@ -254,19 +254,19 @@ class Supervisor:
         self._count_death(child, child.process, status)
         if why := child.deaths.why_hopeless():
             raise ProcessFailed(
-                f"{child.name} {why}: {child.deaths.said}. Nothing is lost: see {self._log(child)}, then continue "
+                f"{child.name} {why}: {child.deaths.reason}. Nothing is lost: see {self._log(child)}, then continue "
                 "with --resume."
             )
-        print(f"{child.name} died and is started again: {child.deaths.said}", file=sys.stderr)
+        print(f"{child.name} died and is started again: {child.deaths.reason}", file=sys.stderr)
         self._start(child)
 
     def _count_death(self, child: Child, process: ChildProcess, status: int) -> None:
         """Count a death, with its last words and what the process had reached."""
-        told, role = read_json(self.rundir.status) or {}, child.arguments[0]
+        head_status, role = read_json(self.rundir.status) or {}, child.arguments[0]
         record = read_json(self.rundir.checkpoints / CRASH_RECORD) or {}
-        reached = progress(told, role, self._peer_id(child), len(record.get("left_out", ())))
+        reached = progress(head_status, role, self._peer_id(child), len(record.get("left_out", ())))
         words = "" if status in WORDLESS else last_words(process.log_tail(TAIL_BYTES))
-        child.deaths.died(words, reached, is_up(told, process.pid), time.time(), ending(status))
+        child.deaths.died(words, reached, is_up(head_status, process.pid), time.time(), ending(status))
 
     def _is_revoked(self, child: Child) -> bool:
         """Whether this is a worker that `echo2 revoke` shut out."""
@@ -278,8 +278,8 @@ class Supervisor:
         if child is self.head or child is self.learner:
             return ""
         run = RunIdentity.create_or_load(self.rundir.identity)
-        known = PeerIdentity(self._state(child.name) / f"{run.run_id}-worker").load()
-        return "" if known is None else known[0]
+        identity = PeerIdentity(self._state(child.name) / f"{run.run_id}-worker").load()
+        return "" if identity is None else identity[0]
 
     def _may_wait_for_room(self, child: Child, now: float) -> bool:
         """Restart a child that met a full disk, once there is room. Return False if it meets a full disk again soon
@@ -324,14 +324,14 @@ class Supervisor:
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until the head ends the run, after the learner has saved, or at once after a second signal."""
-        started, num_signals, said = time.monotonic(), self._num_signals, False
+        started, num_signals, has_announced = time.monotonic(), self._num_signals, False
         while self._outcome() is None and self.head.process is not None and self.head.process.status is None:
             if self._num_signals > num_signals or self._has_lost_learner():
                 self.head.process.signal(signal.SIGTERM)  # the learner is gone, or the user does not want to wait
                 return
-            if not said and time.monotonic() - started > PATIENCE_SECONDS:
+            if not has_announced and time.monotonic() - started > PATIENCE_SECONDS:
                 print("stopping: the learner saves a checkpoint; interrupt again to stop at once", file=sys.stderr)
-                said = True
+                has_announced = True
             time.sleep(POLL_SECONDS)
 
     def _has_lost_learner(self) -> bool:
@@ -378,10 +378,10 @@ class Supervisor:
                 raise
 
     def _ask_to_end(self, started: Sequence[ChildProcess]) -> None:
-        told = self._head_tells()
-        if told:
+        is_told = self._head_tells()
+        if is_told:
             self._wait_for_checkpoint()
-        deadline = time.monotonic() + (END_SECONDS if told else 0.0)
+        deadline = time.monotonic() + (END_SECONDS if is_told else 0.0)
         for process in started:
             if process.wait(max(0.1, deadline - time.monotonic())) is None:
                 process.signal(signal.SIGTERM)

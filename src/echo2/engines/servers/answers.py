@@ -82,8 +82,8 @@ class ServerLink:
             raise LinkError(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         answer = b"".join(parts)
         if response.status_code != httpx2.codes.OK:
-            said = answer[:REFUSAL_CHARS].decode(errors="replace")
-            raise PeerError("server_refused", f"{path} answered {response.status_code}: {said}")
+            refusal = answer[:REFUSAL_CHARS].decode(errors="replace")
+            raise PeerError("server_refused", f"{path} answered {response.status_code}: {refusal}")
         return answer
 
     async def close(self) -> None:

@@ -209,8 +209,8 @@ def _read_finite(name: str, tensor: TensorSource, start: int, stop: int) -> byte
 def _dtype(snapshot: Snapshot) -> str:
     largest = max(snapshot.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     if largest is None or largest.dtype not in DTYPE_NAMES:
-        found = "none" if largest is None else largest.dtype
-        raise UserError(f"A token server takes weights of {', '.join(DTYPE_NAMES)}; {snapshot.ref} has {found}.")
+        dtype = "none" if largest is None else largest.dtype
+        raise UserError(f"A token server takes weights of {', '.join(DTYPE_NAMES)}; {snapshot.ref} has {dtype}.")
     return DTYPE_NAMES[largest.dtype]
 
 

@@ -149,8 +149,8 @@ class ServerProcess:
         """The last lines of its output, or the first error of this process."""
         lines = [line for line in self.child.log_tail(LOG_BYTES_READ).splitlines() if b" WARNING " not in line]
         first = next((place for place, line in enumerate(lines) if ERROR_LINE.search(line)), None)
-        told = lines[-LAST_LINES:] if first is None else lines[first : first + 1]
-        text = b" | ".join(line.strip() for line in told if line.strip()).decode(errors="replace")
+        excerpt = lines[-LAST_LINES:] if first is None else lines[first : first + 1]
+        text = b" | ".join(line.strip() for line in excerpt if line.strip()).decode(errors="replace")
         return f"Its log {self._log_path} says: {text[:LAST_CHARS]}"
 
     async def kill(self) -> None:
@@ -227,12 +227,12 @@ class VllmServer:
         if self._process is not None:
             self._process.check()
         try:
-            found = decode(await self._call("/weight_info", None, CHECK_SECONDS, "GET"), _Weights).weight_version
+            version = decode(await self._call("/weight_info", None, CHECK_SECONDS, "GET"), _Weights).weight_version
         except LinkError:
             await self._check_exit()
             raise
-        if found != model.label:
-            raise PeerError("other_weights", f"it serves {found!r}, and should serve {model.label!r}")
+        if version != model.label:
+            raise PeerError("other_weights", f"it serves {version!r}, and should serve {model.label!r}")
 
     async def sample(self, request: SampleRequest, served: ServedModel, versions: Mapping[str, int]) -> Completion:
         """Sample one request. Cancelling aborts it. `versions`: of weights that were loaded, by label.
