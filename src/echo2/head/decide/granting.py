@@ -127,10 +127,10 @@ def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> 
     if not worker.is_own or worker.installed is None or not state.snapshots.has(worker.installed):
         return []
     samples = state.options.eval_samples
-    taken = state.evaluation.take(worker.installed.version, -(-state.fleet.room(worker, depth) // samples))
-    if taken is None:
+    next_tasks = state.evaluation.take(worker.installed.version, -(-state.fleet.room(worker, depth) // samples))
+    if next_tasks is None:
         return []
-    version, positions = taken
+    version, positions = next_tasks
     seconds = granted_seconds(state, worker)
     leases = [
         new_lease(state, state.evaluation.group(version, at), version, at, samples, now, seconds) for at in positions
@@ -203,23 +203,23 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
         with_room = itertools.islice(with_room, 1)
     may_take = (step for step in with_room if not has_share(state, worker, step))
     new_step = next((step for step in may_take if strangers.may_supply(state, worker, step)), None)
-    left: list[PlannedGroup] = []
-    found: list[PlannedGroup] = []
-    while not found and (pending := state.groups.first_pending()) is not None and len(left) < UNITS_LEFT_MAX:
+    skipped_groups: list[PlannedGroup] = []
+    groups: list[PlannedGroup] = []
+    while not groups and (pending := state.groups.first_pending()) is not None and len(skipped_groups) < UNITS_LEFT_MAX:
         if pending[0] > (last if new_step is None else new_step):
             break
         unit = state.groups.pop_unit()
         if not strangers.may_supply(state, worker, unit[0].step) or strangers.leaves_to_others(state, worker, unit):
-            left += unit
+            skipped_groups += unit
         else:
-            found = unit
-    if not found and new_step is not None and (pending is None or pending[0] > new_step):
+            groups = unit
+    if not groups and new_step is not None and (pending is None or pending[0] > new_step):
         issue_unit(state, new_step)
         state.groups.first_pending()  # drops queued units that are no longer pending
-        found = state.groups.pop_unit()  # new groups are queued ahead of every later step
-    for record in left:
+        groups = state.groups.pop_unit()  # new groups are queued ahead of every later step
+    for record in skipped_groups:
         state.groups.push_pending(record)
-    return found
+    return groups
 
 
 def has_share(state: PlannerState, worker: Worker, step: int) -> bool:

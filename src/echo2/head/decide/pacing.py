@@ -90,8 +90,8 @@ class WidthSearch:
         if not self._seconds:
             return "no step was measured yet"
         best = min(self._seconds, key=self._seconds.__getitem__)
-        told = f"with {self.widths[best]} a step takes {self._seconds[best]:.3g} s"
-        return f"the best that was tried: {told}" if self._at == best else f"a trial: {told}"
+        measurement = f"with {self.widths[best]} a step takes {self._seconds[best]:.3g} s"
+        return f"the best that was tried: {measurement}" if self._at == best else f"a trial: {measurement}"
 
     def begin(self, step: int, num_workers: int) -> int | None:
         """Return with how many groups an idle worker begins this step; None if `num_workers` have begun it already."""
@@ -110,8 +110,8 @@ class WidthSearch:
         self._num_begun = {later: count for later, count in self._num_begun.items() if later > step}
         if began is None or before is None:
             return
-        seconds, known = now - max(began, before), self._seconds.get(self._at)
-        self._seconds[self._at] = seconds if known is None else known + NEW_SECONDS * (seconds - known)
+        seconds, average = now - max(began, before), self._seconds.get(self._at)
+        self._seconds[self._at] = seconds if average is None else average + NEW_SECONDS * (seconds - average)
         self._choose()
 
     def interrupted(self) -> None:

@@ -244,14 +244,16 @@ class Planner(PlannerState):
             return  # a repeated report: the answer to the first one was lost
         fed = tuple(sorted(record.number for record in self.groups.of_step(event.step) if record.state == "fed"))
         if event.step != training.version or tuple(sorted(event.numbers)) != fed or not training.has_all:
-            said = f"the learner reports step {event.step} with groups {event.numbers}"
-            raise InvariantError(f"{said}; step {training.version} was fed {fed}")
+            report = f"the learner reports step {event.step} with groups {event.numbers}"
+            raise InvariantError(f"{report}; step {training.version} was fed {fed}")
         reason = "the learner finished the step"
         self.emit(do.RecordStep, reason, step=event.step, lineage=training.lineage, numbers=event.numbers)
-        for found in event.mismatches:
-            worker = self.fleet.get(found.worker_id)
+        for mismatch in event.mismatches:
+            worker = self.fleet.get(mismatch.worker_id)
             form = worker.form if worker is not None else ""
-            self.penalties.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise, form)
+            self.penalties.measured(
+                mismatch.worker_id, mismatch.num_tokens, mismatch.abs_log_ratio, mismatch.surprise, form
+            )
         is_flat = all(record.is_flat for record in self.groups.of_step(event.step) if record.state == "fed")
         self.measurements.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step), is_flat)
         if self.width_search is not None:
@@ -273,8 +275,8 @@ class Planner(PlannerState):
         cadence.step_trained(now)
         if self.options.deterministic or not train_seconds or not cadence.is_due():
             return
-        found = {count: standby.predicted_idle_ratio(self, now, count) for count in cadence.choices()}
-        if cadence.look(now, train_seconds, {count: idle for count, idle in found.items() if idle is not None}):
+        idle_ratios = {count: standby.predicted_idle_ratio(self, now, count) for count in cadence.choices()}
+        if cadence.look(now, train_seconds, {count: idle for count, idle in idle_ratios.items() if idle is not None}):
             self.emit(do.SpaceSnapshots, cadence.why(), publish_every=cadence.publish_every)
 
     def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:

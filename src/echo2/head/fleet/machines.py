@@ -47,9 +47,9 @@ def read_offers(config: Config) -> dict[str, Offer]:
     Raises:
         UserError: the offers file is invalid, or a machine that can be rented has no rate.
     """
-    found = scaled_offers(config, load_offers(Path(config.fleet.offers))) if config.fleet.offers else []
-    [offer.effective_rate for offer in found if offer.rent]  # refuses one without a rate
-    return {offer.name: offer for offer in found}
+    offers = scaled_offers(config, load_offers(Path(config.fleet.offers))) if config.fleet.offers else []
+    [offer.effective_rate for offer in offers if offer.rent]  # refuses one without a rate
+    return {offer.name: offer for offer in offers}
 
 
 @dataclass(slots=True)

@@ -83,26 +83,26 @@ def audit(path: Path) -> Audit:
     try:
         # One read transaction, so that all counts are of the same instant.
         connection.execute("BEGIN")
-        mine = _Rows(connection)
-        issued = _count_issued(mine)
+        rows = _Rows(connection)
+        issued = _count_issued(rows)
         return Audit(
             issued=issued,
-            trained=mine.integer(f"{_WITH} SELECT count(DISTINCT number) FROM surviving JOIN groups USING (number)"),
-            retired=mine.by("SELECT reason, count(*) FROM groups WHERE state = 'retired' GROUP BY reason"),
-            open=mine.integer(
+            trained=rows.integer(f"{_WITH} SELECT count(DISTINCT number) FROM surviving JOIN groups USING (number)"),
+            retired=rows.by("SELECT reason, count(*) FROM groups WHERE state = 'retired' GROUP BY reason"),
+            open=rows.integer(
                 f"SELECT count(*) FROM groups WHERE state = 'open' OR ({_WAITING} AND {_HAS_ROLLOUTS})",
             ),
-            lost=_count_lost(mine, issued),
-            doubled=mine.integer(
+            lost=_count_lost(rows, issued),
+            doubled=rows.integer(
                 "SELECT count(*) FROM (SELECT number FROM trainings GROUP BY number "
                 "HAVING count(DISTINCT step) > 1 OR count(*) > count(DISTINCT lineage))",
             ),
-            max_staleness=mine.integer(
+            max_staleness=rows.integer(
                 f"{_WITH} SELECT coalesce(max(surviving.step - oldest_version), 0) "
                 "FROM surviving JOIN groups USING (number)",
             ),
-            refused=mine.by("SELECT reason, count(*) FROM refusals GROUP BY reason"),
-            leases=mine.by("SELECT coalesce(outcome, 'held'), count(*) FROM leases GROUP BY 1"),
+            refused=rows.by("SELECT reason, count(*) FROM refusals GROUP BY reason"),
+            leases=rows.by("SELECT coalesce(outcome, 'held'), count(*) FROM leases GROUP BY 1"),
         )
     except (sqlite3.Error, ValueError, TypeError) as error:
         raise unusable(path, error) from error
@@ -125,42 +125,42 @@ class _Rows:
 
     def meta(self, key: str) -> Any:
         """Return the run's `meta` value of this key, or None."""
-        known = "SELECT value FROM meta WHERE key = ?"
-        row = self.connection.execute(known, (f"{RUN_POLICY}.{key}",)).fetchone()
+        query = "SELECT value FROM meta WHERE key = ?"
+        row = self.connection.execute(query, (f"{RUN_POLICY}.{key}",)).fetchone()
         return None if row is None else json.loads(row[0])
 
     def _execute(self, sql: str) -> sqlite3.Cursor:
         return self.connection.execute(f"{_MINE} {sql}", {"policy": RUN_POLICY})
 
 
-def _count_issued(mine: _Rows) -> int:
+def _count_issued(rows: _Rows) -> int:
     # Refusals are excluded: a stranger can send an invented group number.
     tables = ("groups", "rollouts", "leases", "trainings")
-    known = [mine.integer(f"SELECT coalesce(max(number) + 1, 0) FROM {table}") for table in tables]
-    return max(*known, int((mine.meta("counts") or {"issued": 0})["issued"]))
+    next_numbers = [rows.integer(f"SELECT coalesce(max(number) + 1, 0) FROM {table}") for table in tables]
+    return max(*next_numbers, int((rows.meta("counts") or {"issued": 0})["issued"]))
 
 
-def _count_lost(mine: _Rows, issued: int) -> int:
-    missing = issued - mine.integer("SELECT count(*) FROM groups WHERE number >= 0")
-    untrained = mine.integer(
+def _count_lost(rows: _Rows, issued: int) -> int:
+    missing = issued - rows.integer("SELECT count(*) FROM groups WHERE number >= 0")
+    untrained = rows.integer(
         f"{_WITH} SELECT count(*) FROM groups WHERE state = 'trained' AND number NOT IN (SELECT number FROM surviving)",
     )
-    emptied = mine.integer(f"SELECT count(*) FROM groups WHERE {_WAITING} AND NOT {_HAS_ROLLOUTS}")
+    emptied = rows.integer(f"SELECT count(*) FROM groups WHERE {_WAITING} AND NOT {_HAS_ROLLOUTS}")
     return missing + untrained + emptied
 
 
 def run(options: argparse.Namespace) -> int:
     """The command. Returns 0 if no group is lost, doubled or was trained above the staleness bound, else 1."""
     rundir = RunDir(options.directory)
-    found = audit(rundir.ledger)
+    report = audit(rundir.ledger)
     bound = rundir.read_config().schedule.max_staleness if rundir.config.is_file() else None
-    is_too_old = bound is not None and found.max_staleness > bound
+    is_too_old = bound is not None and report.max_staleness > bound
     if options.json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(report.to_dict()))
     else:
-        for key, value in found.to_dict().items():
+        for key, value in report.to_dict().items():
             counts = value.items() if isinstance(value, dict) else ()
             print(f"{key:>14}  {', '.join(f'{count} {why}' for why, count in counts) or value or 0}")
     if is_too_old:
-        print(f"error: a group was trained {found.max_staleness} versions old; the bound is {bound}", file=sys.stderr)
-    return 0 if found.lost == found.doubled == 0 and not is_too_old else 1
+        print(f"error: a group was trained {report.max_staleness} versions old; the bound is {bound}", file=sys.stderr)
+    return 0 if report.lost == report.doubled == 0 and not is_too_old else 1

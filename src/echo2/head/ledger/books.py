@@ -227,8 +227,8 @@ class Decisions:
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Return plain values for the ledger and status.json, the newest first."""
-        found = [one for kept in self._by_kind.values() for one in reversed(kept)]
-        return [asdict(one) for one in sorted(found, key=lambda one: -one.at)]
+        decisions = [one for kept in self._by_kind.values() for one in reversed(kept)]
+        return [asdict(one) for one in sorted(decisions, key=lambda one: -one.at)]
 
 
 def _decided(command: do.Command) -> str:
@@ -284,9 +284,9 @@ class Evals:
 
     def finish(self, version: int, failed: Mapping[str, int]) -> dict[str, Any]:
         """Return the metrics of a finished evaluation. `failed`: by reason, how many tasks have no result."""
-        found = eval_metrics(self._groups.pop(version, []), sum(failed.values()), self._set_of)
+        metrics = eval_metrics(self._groups.pop(version, []), sum(failed.values()), self._set_of)
         by_reason = {f"{FAILED_BECAUSE}{reason}": count for reason, count in sorted(failed.items())}
-        return {"eval/version": version, **found, **by_reason}
+        return {"eval/version": version, **metrics, **by_reason}
 
 
 def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callable[[int], str]) -> dict[str, Any]:
@@ -295,19 +295,21 @@ def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callab
     the policy. With n above 1 also pass@k for powers of two up to n. With several held-out sets also the accuracy of
     each.
     """
-    found = list(groups)
-    means = [statistics.fmean(group.rewards) for group in found]
-    lengths = [sum(len(row.tokens) for row in rows) for group in found for rows in group.by_rollout]
+    scored_groups = list(groups)
+    means = [statistics.fmean(group.rewards) for group in scored_groups]
+    lengths = [sum(len(row.tokens) for row in rows) for group in scored_groups for rows in group.by_rollout]
     metrics: dict[str, Any] = {"eval/num_tasks": len(means), "eval/num_failed": num_failed}
     if not means:
         return metrics
     metrics |= {"eval/accuracy": statistics.fmean(means), "eval/mean_length": statistics.fmean(lengths)}
-    num_samples = min(group.num_rollouts for group in found)
+    num_samples = min(group.num_rollouts for group in scored_groups)
     for k in (1 << power for power in range(1, num_samples.bit_length())):
-        solved = (pass_at_k(group.num_rollouts, sum(one >= SOLVED for one in group.rewards), k) for group in found)
+        solved = (
+            pass_at_k(group.num_rollouts, sum(one >= SOLVED for one in group.rewards), k) for group in scored_groups
+        )
         metrics[f"eval/pass@{k}"] = statistics.fmean(solved)
     by_set: dict[str, list[float]] = {}
-    for group, mean in zip(found, means, strict=True):
+    for group, mean in zip(scored_groups, means, strict=True):
         by_set.setdefault(set_of(group.cursor), []).append(mean)
     by_set.pop("", None)
     return metrics | {f"eval/accuracy/{name}": statistics.fmean(values) for name, values in sorted(by_set.items())}
@@ -359,8 +361,8 @@ class RunBooks:
 
     def take_rewards(self) -> dict[str, list[float]]:
         """Return the rewards by source since the last call."""
-        found, self._source_rewards = self._source_rewards, {}
-        return found
+        rewards, self._source_rewards = self._source_rewards, {}
+        return rewards
 
     def idle_predicted(self, planner: Planner) -> float | None:
         """Return the predicted idle ratio, at most `PREDICTED_SECONDS` old: simulating steps costs as much as handling

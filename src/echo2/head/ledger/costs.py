@@ -101,8 +101,8 @@ class MachineCost:
         """Return the wasted seconds by cause, within what is paid for, as on the bill: leases that a stopped head held
         last on in its absence, and those of one worker side by side."""
         paid = {"attended_seconds": self.seconds(now), "standby_seconds": self.standby(now)}
-        found = worker_seconds(asdict(self) | paid)
-        return {cause: found[cause] for cause in self.wasted_seconds}
+        seconds_by_cause = worker_seconds(asdict(self) | paid)
+        return {cause: seconds_by_cause[cause] for cause in self.wasted_seconds}
 
     def wasted_usd(self, now: float) -> float:
         return sum(self.wasted(now).values()) / 3600 * self.price_usd_per_hour
@@ -391,11 +391,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     if report["usd_per_step"] is not None:
         tokens = "" if report["usd_per_mtok"] is None else f", ${report['usd_per_mtok']:.4g} a million trained tokens"
         console.print(f"${report['usd_per_step']:.4g} a step over {report['steps']} steps{tokens}", highlight=False)
-    if (found := report["strangers"]) is not None:
+    if (strangers := report["strangers"]) is not None:
         console.print(
-            f"Strangers of {found['tickets']} tickets: {found['groups']} groups are paid, {found['checks']} were read "
-            f"again for about ${found['checks_usd']:.2g}, {found['failed']} of them false. Who cheats in every group "
-            f"is paid ${found['cheat_usd']:.2g} on average before it is found.",
+            f"Strangers of {strangers['tickets']} tickets: {strangers['groups']} groups are paid, "
+            f"{strangers['checks']} were read again for about ${strangers['checks_usd']:.2g}, {strangers['failed']} of "
+            f"them false. Who cheats in every group is paid ${strangers['cheat_usd']:.2g} on average before it is "
+            "found.",
             highlight=False,
         )
     if everything.usd == 0:

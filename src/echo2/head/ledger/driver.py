@@ -154,9 +154,9 @@ def _data(group: GroupRef, attachment: Attachment | None) -> bytes:
 
 
 def _left(command: do.KeepScores | do.TopUpGroup) -> Left | None:
-    if (left := command.rollouts) is None:
+    if (attachment := command.rollouts) is None:
         return None
-    return Left(left.data, 0 if left.group is None else left.group.num_tokens, command.lost)
+    return Left(attachment.data, 0 if attachment.group is None else attachment.group.num_tokens, command.lost)
 
 
 def _check_options(version: int, sizes: Mapping[int, int], options: PlannerOptions) -> None:

@@ -132,8 +132,8 @@ class Ledger:
                 (outcome, now, lease_id, self.policy),
             )
             if closed.rowcount != 1:
-                mine = "SELECT number FROM leases WHERE lease_id = ? AND policy = ?"
-                row = self._execute(mine, (lease_id, self.policy)).fetchone()
+                query = "SELECT number FROM leases WHERE lease_id = ? AND policy = ?"
+                row = self._execute(query, (lease_id, self.policy)).fetchone()
                 story = self._story(row["number"]) if row else "It was never granted."
                 raise InvariantError(f"lease {lease_id} is not held, but closed as {outcome}.\n{story}")
 
@@ -189,8 +189,8 @@ class Ledger:
     def _trim(self, number: int, left: Left | None) -> None:
         if left is not None:
             self._put_rollouts(number, left.rollouts, left.lost)
-            mine = (left.num_tokens, self.policy, number)
-            self._execute("UPDATE groups SET num_tokens = ? WHERE policy = ? AND number = ?", mine)
+            parameters = (left.num_tokens, self.policy, number)
+            self._execute("UPDATE groups SET num_tokens = ? WHERE policy = ? AND number = ?", parameters)
 
     def top_up(self, number: int, num_kept: int, num_top_ups: int, left: Left | None = None) -> None:
         """Record that a group has too few rollouts and is open again, for the `num_top_ups`-th time: one that was
@@ -251,9 +251,9 @@ class Ledger:
                     f"{[row['number'] for row in recorded]}; lineage of the newest learner: {current}"
                 )
             # One statement for the whole step: one per group and table would take half of the time of a step.
-            these, mine = "(SELECT value FROM json_each(?))", (self.policy, json.dumps(list(numbers)))
+            these, parameters = "(SELECT value FROM json_each(?))", (self.policy, json.dumps(list(numbers)))
             ready = f"WHERE policy = ? AND number IN {these} AND state = 'ready' AND step = ?"
-            moved = self._execute(f"{_ARROWS['train'][0]} {ready}", (*mine, step))
+            moved = self._execute(f"{_ARROWS['train'][0]} {ready}", (*parameters, step))
             if moved.rowcount != len(numbers):
                 wrong = [number for number in numbers if self._value(number, "state") != "trained"] or list(numbers)
                 raise InvariantError(
@@ -263,15 +263,15 @@ class Ledger:
             self._execute(
                 "INSERT INTO trainings (policy, number, step, lineage, at) "
                 f"SELECT policy, number, ?, ?, ? FROM groups WHERE policy = ? AND number IN {these}",
-                (step, lineage, now, *mine),
+                (step, lineage, now, *parameters),
             )
             tokens = f"SELECT sum(num_tokens) FROM groups WHERE policy = ? AND number IN {these}"
             for number in numbers:
                 self._forget(number)
             top_ups = "SELECT ? || value FROM json_each(?)"
-            self._execute(f"DELETE FROM meta WHERE key IN ({top_ups})", (f"{self.policy}.top_up.", mine[1]))
+            self._execute(f"DELETE FROM meta WHERE key IN ({top_ups})", (f"{self.policy}.top_up.", parameters[1]))
             self._count("trained", by=len(numbers))
-            self._count("trained_tokens", by=int(self._execute(tokens, mine).fetchone()[0]))
+            self._count("trained_tokens", by=int(self._execute(tokens, parameters).fetchone()[0]))
 
     def learner_joined(self, version: int, lineage: int, now: float) -> None:
         """Record that a learner joined at `version`. Groups trained at steps >= version are ready again, for the same
@@ -406,14 +406,14 @@ class Ledger:
         """Return the number of rollouts of each group that is leased as a whole."""
         held = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
         with self.together():
-            found = {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
-        return {number: size for number, size in found.items() if str(number) not in self.kept("top_up")}
+            leased_sizes = {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
+        return {number: size for number, size in leased_sizes.items() if str(number) not in self.kept("top_up")}
 
     def kept(self, kind: str) -> dict[str, Any]:
-        mine, query = f"{self.policy}.{kind}.", "SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key"
+        prefix, query = f"{self.policy}.{kind}.", "SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key"
         with self._mapped_errors():
-            rows = self._execute(query, (len(mine), mine))
-            return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
+            rows = self._execute(query, (len(prefix), prefix))
+            return {row["key"].removeprefix(prefix): json.loads(row["value"]) for row in rows}
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------
 
@@ -425,8 +425,8 @@ class Ledger:
             raise InvariantError(f"{event} of a group that is {self._value(number, 'state')}.\n{self._story(number)}")
 
     def _value(self, number: int, column: str) -> Any:
-        found = f"SELECT {column} FROM groups WHERE policy = ? AND number = ?"
-        row = self._execute(found, (self.policy, number)).fetchone()
+        query = f"SELECT {column} FROM groups WHERE policy = ? AND number = ?"
+        row = self._execute(query, (self.policy, number)).fetchone()
         if row is None:
             raise InvariantError(f"group {number} of {self.policy} was never issued")
         return row[0]

@@ -123,8 +123,8 @@ class WandbSink(Sink):
         files = {"rollouts/held_out": f"eval_{step}"} if "eval/accuracy" in values else {}
         if "reward/mean" in values and step % TABLE_STEPS == 0:
             files["rollouts/train"] = f"step_{step}"
-        found = {name: rollout_rows(self._rollouts, file) for name, file in files.items()}
-        return {name: self._table(columns=list(COLUMNS), data=rows) for name, rows in found.items() if rows}
+        rows_by_table = {name: rollout_rows(self._rollouts, file) for name, file in files.items()}
+        return {name: self._table(columns=list(COLUMNS), data=rows) for name, rows in rows_by_table.items() if rows}
 
     def close(self) -> None:
         self._run.finish()

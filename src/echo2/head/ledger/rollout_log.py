@@ -59,8 +59,8 @@ class Sample(TypedDict):
 
 def names(folder: Path) -> list[str]:
     """Return the file names, newest first: `step_N` (the step that made version N) and `eval_N` (of version N)."""
-    found = [match for path in folder.glob("*.jsonl") if (match := _NAME.fullmatch(path.stem))]
-    return [match[0] for match in sorted(found, key=lambda match: (int(match[2]), match[1]), reverse=True)]
+    matches = [match for path in folder.glob("*.jsonl") if (match := _NAME.fullmatch(path.stem))]
+    return [match[0] for match in sorted(matches, key=lambda match: (int(match[2]), match[1]), reverse=True)]
 
 
 def read_groups(folder: Path, name: str, most: int | None = None) -> list[Group]:
@@ -81,8 +81,8 @@ def samples(folder: Path, kind: str, version: int, line_chars: int) -> list[str]
     `eval`) up to a version: `reward 1  the prompt's end → the completion`, at most `line_chars` characters long. No
     lines if there is no such file, one line if all rewards are equal.
     """
-    found = (each for each in names(folder) if each.startswith(kind) and int(each.partition("_")[2]) <= version)
-    groups = read_groups(folder, next(found, f"{kind}_0"), SAMPLED_GROUPS)
+    file_names = (each for each in names(folder) if each.startswith(kind) and int(each.partition("_")[2]) <= version)
+    groups = read_groups(folder, next(file_names, f"{kind}_0"), SAMPLED_GROUPS)
     return [sample_line(one, line_chars) for one in best_and_worst(groups)]
 
 
@@ -102,11 +102,11 @@ def best_and_worst(groups: Iterable[Group]) -> list[Sample]:
 def sample_line(sample: Sample, line_chars: int) -> str:
     """Return `reward 1  the prompt's end → the completion`, at most `line_chars` characters."""
     reward, prompt, text = sample["reward"], sample["prompt"], sample["text"]
-    asked = " ".join((prompt if isinstance(prompt, str) else prompt[-1][1] if prompt else "").split())
+    prompt_end = " ".join((prompt if isinstance(prompt, str) else prompt[-1][1] if prompt else "").split())
     room = line_chars // 3
-    asked = asked if len(asked) <= room else CUT_OFF + asked[1 - room :]
+    prompt_end = prompt_end if len(prompt_end) <= room else CUT_OFF + prompt_end[1 - room :]
     return printable(
-        f"reward {reward:.3g}  {printable(asked)} → {' '.join(text[: 4 * line_chars].split())}", line_chars
+        f"reward {reward:.3g}  {printable(prompt_end)} → {' '.join(text[: 4 * line_chars].split())}", line_chars
     )
 
 
@@ -117,22 +117,22 @@ def task_over_steps(folder: Path, name: str, number: int) -> list[tuple[str, Gro
     Raises:
         UserError: as `read_groups`; or there is no such group.
     """
-    wanted = next((group for group in read_groups(folder, name) if group["group"] == number), None)
-    if wanted is None:
+    task_group = next((group for group in read_groups(folder, name) if group["group"] == number), None)
+    if task_group is None:
         raise UserError(f"{name}.jsonl has no group {number}.")
-    prompt = f'"prompt": {json.dumps(wanted["prompt"], ensure_ascii=False)}'.encode()
+    prompt = f'"prompt": {json.dumps(task_group["prompt"], ensure_ascii=False)}'.encode()
     kind, room = name.partition("_")[0], SEARCHED_BYTES
-    found = []
+    attempts = []
     for other in [each for each in names(folder) if each.startswith(kind)][:SEARCHED_FILES]:
         same = []
         for line in _lines(folder / f"{other}.jsonl"):
             room -= len(line)
             if prompt in line and (group := _group(line)) is not None:
                 same.append(group)
-        found += [(other, group) for group in _with_logprobs(same, folder, other)]
+        attempts += [(other, group) for group in _with_logprobs(same, folder, other)]
         if room < 0:
             break
-    return found[::-1]
+    return attempts[::-1]
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -165,10 +165,10 @@ def _with_logprobs(groups: list[Group], folder: Path, name: str) -> list[Group]:
 def _object(text: bytes) -> dict[str, Any]:
     """Parse a JSON object; {} if the text is half-written or none."""
     try:
-        found = parse_json(text, with_nan=False)
+        document = parse_json(text, with_nan=False)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 class RolloutLog:

@@ -146,9 +146,9 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
     Raises:
         UserError: it is not; the message names both versions.
     """
-    found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found != SCHEMA_VERSION:
-        what = f"a ledger of schema version {found}" if found else "not a ledger of echo2"
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version != SCHEMA_VERSION:
+        what = f"a ledger of schema version {version}" if version else "not a ledger of echo2"
         raise UserError(f"{path} is {what}; this echo2 reads version {SCHEMA_VERSION}. Use the echo2 that wrote it.")
 
 
@@ -169,8 +169,8 @@ def read_groups(
     group keeps while it is open, and how often it was opened again.
     """
     # Trained groups whose rollouts are kept: a learner may still fall back to before them.
-    mine = "rollouts CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
-    uncovered = f"SELECT {{}} FROM {mine}"
+    trained_with_rollouts = "rollouts CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
+    uncovered = f"SELECT {{}} FROM {trained_with_rollouts}"
     oldest = execute(uncovered.format("min(step)"), (policy,)).fetchone()[0]
     rows = execute(
         f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND state IN ('open', 'delivered', 'ready') "
@@ -183,8 +183,8 @@ def read_groups(
 
 
 def _group(row: sqlite3.Row, num_kept: int, num_top_ups: int) -> RecoveredGroup:
-    known: dict[str, Any] = {**dict(row), "is_flat": bool(row["is_flat"])}
-    return RecoveredGroup(**known, num_kept=num_kept if known["state"] == "open" else 0, num_top_ups=num_top_ups)
+    columns: dict[str, Any] = {**dict(row), "is_flat": bool(row["is_flat"])}
+    return RecoveredGroup(**columns, num_kept=num_kept if columns["state"] == "open" else 0, num_top_ups=num_top_ups)
 
 
 def read_leases(execute: _Execute, policy: str) -> tuple[RecoveredLease, ...]:
@@ -210,9 +210,9 @@ def read_lineage(execute: _Execute, policy: str) -> int:
 
 def read_version(execute: _Execute, policy: str, lineage: int) -> int:
     """Return the number of steps that are trained in this lineage."""
-    mine = (policy, lineage)
-    joined = execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
-    step = execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
+    parameters = (policy, lineage)
+    joined = execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", parameters).fetchone()[0]
+    step = execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", parameters).fetchone()[0]
     return max(joined or 0, 0 if step is None else step + 1)
 
 

@@ -114,11 +114,11 @@ def check_engine(config: Config, draws: bool, engine: str) -> None:
 def check_form(config: Config, form: str) -> None:
     """Raise PeerError("form_not_taken") for a stranger that rounds its weights, unless the run takes this form."""
     if form and form not in config.workers.forms:
-        taken = f"only {', '.join(config.workers.forms)}" if config.workers.forms else "no rounded weights"
+        accepted_forms = f"only {', '.join(config.workers.forms)}" if config.workers.forms else "no rounded weights"
         raise PeerError(
             "form_not_taken",
-            f"it rounds its weights to the form {form}, and this run takes {taken} from strangers. Start the worker "
-            "with --engine compact or --engine transformers, or ask the run's owner to add "
+            f"it rounds its weights to the form {form}, and this run takes {accepted_forms} from strangers. Start the "
+            "worker with --engine compact or --engine transformers, or ask the run's owner to add "
             f"{form!r} to workers.forms, or for a ticket for own machines",
         )
 

@@ -52,18 +52,18 @@ TEACHER_TOKENS_MAX = 1 << 17
 
 @dataclass(slots=True)
 class _Job:
-    """A row to read. `found`: the task, or the error."""
+    """A row to read. `outcome`: the task, or the error."""
 
     stream: Tasks
     cursor: int
     loop: asyncio.AbstractEventLoop
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    found: Task | UserError | None = None
+    outcome: Task | UserError | None = None
 
-    def end(self, found: Task | UserError) -> None:
+    def end(self, outcome: Task | UserError) -> None:
         """Set the result, on the event loop. Only the first call counts."""
-        if self.found is None:
-            self.found = found
+        if self.outcome is None:
+            self.outcome = outcome
             self.done.set()
 
 
@@ -84,15 +84,15 @@ class TaskReader:
         if group.kind == "eval" or cursor > self._newest:  # else a group is delivered or leased again, not the next one
             self._read_ahead(group.kind, cursor)
         job = self._begin(group.kind, cursor)
-        while job.found is None:
+        while job.outcome is None:
             try:
                 async with asyncio.timeout(ROW_SECONDS):
                     await job.done.wait()
             except TimeoutError:
                 self._give_up_hung()
-        if isinstance(job.found, UserError):
-            raise job.found
-        return job.found
+        if isinstance(job.outcome, UserError):
+            raise job.outcome
+        return job.outcome
 
     def _read_ahead(self, kind: GroupKind, cursor: int) -> None:
         self._newest = cursor if kind == "train" else self._newest
@@ -142,13 +142,13 @@ class _ReadingThread:
     def _run(self) -> None:
         while not self.is_left and (job := self.jobs.get()) is not None:
             self.since, self.job = time.monotonic(), job
-            found: Task | UserError
+            outcome: Task | UserError
             try:
-                found = job.stream.task(job.cursor)
+                outcome = job.stream.task(job.cursor)
             except UserError as error:
-                found = error
+                outcome = error
             self.job = None
-            call_in(job.loop, job.end, found)
+            call_in(job.loop, job.end, outcome)
 
 
 class RunTokenizer:
@@ -185,15 +185,15 @@ class RunTokenizer:
         Raises:
             UserError: the prompt has no tokens, or the chat template fails on it; the message names the task.
         """
-        found = self._prompts.get((kind, task.cursor))
-        if found is None:
-            found = encode_prompt(task, self.tokenizer)
-            if not found:
+        tokens = self._prompts.get((kind, task.cursor))
+        if tokens is None:
+            tokens = encode_prompt(task, self.tokenizer)
+            if not tokens:
                 raise UserError(
                     f"Task {task.cursor}: its prompt has no tokens. Give it text, or the model a start token."
                 )
-            self._keep((kind, task.cursor), found)
-        return found
+            self._keep((kind, task.cursor), tokens)
+        return tokens
 
     def teacher_prompt(self, task: Task) -> array[int]:
         """Return the token ids of the prompt that a teacher reads in place of the task's; none if it is the same.
@@ -202,12 +202,12 @@ class RunTokenizer:
             UserError: as `prompt`, or it has more than `TEACHER_TOKENS_MAX`.
         """
         shown = task_for_teacher(task)
-        found = array("i") if shown is None else encode_prompt(shown, self.tokenizer)
-        if (shown is not None and not found) or len(found) > TEACHER_TOKENS_MAX:
+        tokens = array("i") if shown is None else encode_prompt(shown, self.tokenizer)
+        if (shown is not None and not tokens) or len(tokens) > TEACHER_TOKENS_MAX:
             raise UserError(
-                f"Task {task.cursor}: its teacher_prompt has {len(found)} tokens, not 1 to {TEACHER_TOKENS_MAX}."
+                f"Task {task.cursor}: its teacher_prompt has {len(tokens)} tokens, not 1 to {TEACHER_TOKENS_MAX}."
             )
-        return found
+        return tokens
 
     def _keep(self, key: tuple[GroupKind, int], prompt: array[int]) -> None:
         self._prompts[key] = prompt
@@ -262,12 +262,12 @@ class RunTokenizer:
         return [self._piece(token) for token in tokens]
 
     def _piece(self, token: int) -> str:
-        found = self._pieces.get(token)
-        if found is None:
+        text = self._pieces.get(token)
+        if text is None:
             is_there = is_known(self.tokenizer, token)
-            found = self.tokenizer.decode([token], skip_special_tokens=False) if is_there else ""
-            self._pieces[token] = found
-        return found
+            text = self.tokenizer.decode([token], skip_special_tokens=False) if is_there else ""
+            self._pieces[token] = text
+        return text
 
     def logged(self, task: Task, num_samples: int, max_tokens: int, version: int) -> list[Rollout]:
         """Return the rollouts in the task's log, with their text. They count as sampled by `version`.

@@ -92,14 +92,14 @@ def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
 def fleet_metrics(head: Head) -> dict[str, Any]:
     """Return the fleet's rates and the learner's predicted idle ratio. Unknown and infinite values are left out."""
     now = head.clock.now()
-    found = fleet_need(head.planner, now)
+    need = fleet_need(head.planner, now)
     values = {
-        "fleet/active": found.active,
-        "fleet/standby": found.standby,
-        "fleet/rate": found.rate,
-        "fleet/rate_sd": found.rate_sd,
-        "fleet/needed_rate": found.needed_rate,
-        "fleet/short": found.short,
+        "fleet/active": need.active,
+        "fleet/standby": need.standby,
+        "fleet/rate": need.rate,
+        "fleet/rate_sd": need.rate_sd,
+        "fleet/needed_rate": need.needed_rate,
+        "fleet/short": need.short,
         "fleet/rented": len(head.machines.names()),
         "learner/idle_predicted": head.books.idle_predicted(head.planner),
     }
@@ -109,19 +109,19 @@ def fleet_metrics(head: Head) -> dict[str, Any]:
 def fleet_status(head: Head) -> dict[str, Any]:
     """Return the fleet's state for `echo2 status`, with the newest predicted idle ratio and the ratio measured over the
     steps that the prediction is based on."""
-    found = fleet_need(head.planner, head.clock.now())
+    need = fleet_need(head.planner, head.clock.now())
     last = head.books.metrics.recent[-1] if head.books.metrics.recent else {}
     recent = [row for row in head.books.metrics.recent[-NUM_REMEMBERED:] if "time/wait_for_batch" in row]
     waited, whole = (sum(row.get(f"time/{name}", 0.0) for row in recent) for name in ("wait_for_batch", "step"))
-    is_finite = found.needed_rate is not None and found.needed_rate < math.inf
+    is_finite = need.needed_rate is not None and need.needed_rate < math.inf
     return {
         "activation": head.options.activation,
-        "active": found.active,
-        "standby": found.standby,
-        "rate": found.rate,
-        "needed_rate": found.needed_rate if is_finite else None,
-        "short": found.short,
-        "text": found.text,
+        "active": need.active,
+        "standby": need.standby,
+        "rate": need.rate,
+        "needed_rate": need.needed_rate if is_finite else None,
+        "short": need.short,
+        "text": need.text,
         "idle_predicted": last.get("learner/idle_predicted"),
         "idle_ratio": waited / whole if whole > 0 else None,
         "idle_steps": len(recent),
@@ -196,7 +196,7 @@ def _status(head: Head, workers: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "paused": planner.health.paused.reason if planner.health.paused else judge.trouble if judge else "",
         "judge": {"answers": judge.num_answers, "usd": judge.spent_usd} if judge else None,
-        "waits": [_told(head, msgspec.to_builtins(wait)) for wait in planner.waits(now)],
+        "waits": [_shown_wait(head, msgspec.to_builtins(wait)) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
         "decisions": head.books.decisions.to_plain(),
         "cost_usd": head.books.costs.cum_usd(now),
@@ -209,7 +209,7 @@ def _status(head: Head, workers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _told(head: Head, wait: dict[str, Any]) -> dict[str, Any]:
+def _shown_wait(head: Head, wait: dict[str, Any]) -> dict[str, Any]:
     """Return a wait for display. If the worker refused the snapshot that it waits for, the reason says so."""
     connection = head.connections.workers.get(wait["waiter"])
     if connection is not None and connection.report.refused and connection.installed is None:
@@ -266,7 +266,7 @@ def summary(head: Head) -> dict[str, Any]:
         "steps": head.planner.training.version,
         "eval_before": rows[0]["eval/accuracy"] if rows else None,
         "eval_after": rows[-1]["eval/accuracy"] if rows else None,
-        "eval_failed": {row["step"]: found for row in written if (found := _failed_tasks(row))},
+        "eval_failed": {row["step"]: by_reason for row in written if (by_reason := _failed_tasks(row))},
         "not_evaluated": head.books.evals.not_evaluated,
         "failures": head.books.failures.to_plain(),
         "learner_idle_ratio": wait / whole if whole else None,

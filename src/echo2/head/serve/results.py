@@ -123,18 +123,18 @@ class Scoring:
         if failures and is_one:  # a stranger could put a text that fails in the place of an answer that it dislikes
             raise next(iter(failures.values()))
         scores = [one for one in results if not isinstance(one, RewardFailure)]
-        numbers, left = list(dict.fromkeys(group.sample_numbers)), None
+        numbers, remaining_group = list(dict.fromkeys(group.sample_numbers)), None
         lost = tuple(LostRollout(numbers[at], one.cause, str(one)) for at, one in failures.items())
         if lost:
             group = without(group, lost)
-            left = Attachment(messages.encode_group(group).SerializeToString(), group)
+            remaining_group = Attachment(messages.encode_group(group).SerializeToString(), group)
         is_flat = len({reward for reward, _ in scores}) == 1
         # The scored group is attached only if `HeadEffects` uses it; the ledger stores just the scores.
         is_read = group.group.kind == "eval" or self._train_tasks.source_of(group.cursor)
         of_rows = by_row(group, scores)
-        found = with_scores(group, of_rows) if is_read else None
-        scored = Attachment(encode_scores(of_rows, teaching), found)
-        return ev.GroupScored(group.group, is_flat, seconds, scored, lost, len(scores), left)
+        scored_group = with_scores(group, of_rows) if is_read else None
+        scored = Attachment(encode_scores(of_rows, teaching), scored_group)
+        return ev.GroupScored(group.group, is_flat, seconds, scored, lost, len(scores), remaining_group)
 
 
 class Deliveries:
@@ -159,8 +159,8 @@ class Deliveries:
         walked = config.tasks.environment and not is_harness(config.tasks.environment)
         self._replay = EnvironmentReplay(config.tasks.environment) if walked else None
         self.vocab_size: int | None = ledger.get_meta("vocab_size")
-        known = ledger.get_meta("routes") if config.learner.routing_replay else None
-        self.routes = RouteShape(*known) if known else None
+        dimensions = ledger.get_meta("routes") if config.learner.routing_replay else None
+        self.routes = RouteShape(*dimensions) if dimensions else None
 
     @property
     def are_replayed(self) -> bool:
@@ -184,9 +184,9 @@ class Deliveries:
         """Read the run's tokenizer from a snapshot's files, on a thread. Raises as `RunTokenizer`."""
         stop, config = await self._replay.stop() if self._replay is not None else "", self._config
         stop_strings = tuple(config.sampling.stop)
-        found = await asyncio.to_thread(RunTokenizer, files, config.model.chat_template_args, stop, stop_strings)
+        tokenizer = await asyncio.to_thread(RunTokenizer, files, config.model.chat_template_args, stop, stop_strings)
         if not self._tokenizer.done():
-            self._tokenizer.set_result(found)
+            self._tokenizer.set_result(tokenizer)
 
     async def close(self) -> None:
         """End the environment's process."""
@@ -216,7 +216,7 @@ class Deliveries:
         else:
             prompt = tokenizer.prompt(lease.group.kind, task)
             group = messages.decode_delivery(delivery, lease, prompt, worker_id, seconds)
-        told = group.rollouts
+        decoded_rollouts = group.rollouts
         if group.lost and not member.is_own:  # it could choose what is trained on
             raise UserError(f"{counted(len(group.lost), 'rollout')} failed, it says. The first: {group.lost[0].detail}")
         if not 0 < group.lineage <= (newest := self._planner.training.lineage):
@@ -243,7 +243,7 @@ class Deliveries:
             tokenizer.check_ends(group, params.max_tokens)
         if not (group.logged or member.is_own):
             self._copied.check(group, member.ticket_id)
-        as_told = delivery.rollouts if group.rollouts is told and not (by_harness or kept) else ()
+        as_told = delivery.rollouts if group.rollouts is decoded_rollouts and not (by_harness or kept) else ()
         return self._delivered(worker_id, lease, group, kept, as_told)
 
     def _delivered(
@@ -305,8 +305,8 @@ class Deliveries:
             logged = tokenizer.logged(task, len(group.rollouts), max_tokens, group.newest_version)
         except UserError as error:
             raise PeerError("malformed", f"the log has no such rollouts: {error}") from error
-        for place, (said, known) in enumerate(zip(group.rollouts, logged, strict=True)):
-            if said.tokens != known.tokens or said.finish != known.finish:
+        for place, (worker_rollout, logged_rollout) in enumerate(zip(group.rollouts, logged, strict=True)):
+            if worker_rollout.tokens != logged_rollout.tokens or worker_rollout.finish != logged_rollout.finish:
                 raise PeerError("malformed", f"rollout {place} is not what the log says")
         return replace(group, rollouts=tuple(logged), logged=True)
 

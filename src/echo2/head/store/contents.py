@@ -55,7 +55,7 @@ class Kept:
         self._rundir, self._identity, self._ledger = rundir, identity, ledger
         self._chunks, self._mirror = chunks, mirror
         self._files: dict[str, str] = ledger.kept("file")
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._file_stats: dict[str, tuple[int, int]] = {}
         self._members: dict[str, Any] = ledger.kept("member")
         self._num_members = 0
         self._one_by_one = asyncio.Lock()
@@ -72,9 +72,9 @@ class Kept:
             for path in (path for pattern in _FILES for path in root.glob(pattern)):
                 name, stat = path.relative_to(root).as_posix(), path.stat()
                 here.add(name)
-                if self._seen.get(name) == (stat.st_mtime_ns, stat.st_size):
+                if self._file_stats.get(name) == (stat.st_mtime_ns, stat.st_size):
                     continue
-                self._seen[name] = (stat.st_mtime_ns, stat.st_size)
+                self._file_stats[name] = (stat.st_mtime_ns, stat.st_size)
                 text = path.read_text(encoding="utf-8")
                 if self._files.get(name) != text:
                     self._ledger.keep("file", name, text)
@@ -196,8 +196,8 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
                     return over
                 log.warning("no sign of life for %.0f s: taking the run over", watch.silent_seconds)
                 fetch_run(url, aside.path, out)
-                watch.look(found := objects.get(ALIVE_KEY), time.monotonic())
-                sign = read_sign(found)
+                watch.look(sign_bytes := objects.get(ALIVE_KEY), time.monotonic())
+                sign = read_sign(sign_bytes)
                 signed = (sign.head, sign.epoch) if sign is not None else None
                 if watch.may_follow(read_claim(aside).after, signed) and _is_taken(url, aside, out):
                     for path in aside.path.iterdir():
@@ -226,8 +226,8 @@ def _is_taken(url: str, rundir: RunDir, shown: Path) -> bool:
 def _await_silence(objects: Objects, watch: SignWatch) -> str:
     while not watch.is_silent:
         time.sleep(LOOK_SECONDS)
-        watch.look(found := objects.get(ALIVE_KEY), time.monotonic())
-        if over := why_over(objects, found):
+        watch.look(sign_bytes := objects.get(ALIVE_KEY), time.monotonic())
+        if over := why_over(objects, sign_bytes):
             return over
     return ""
 

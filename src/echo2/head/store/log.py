@@ -153,11 +153,11 @@ def _lost(what: str) -> UserError:
 
 def newest_mark(objects: Objects, number: int = 0) -> tuple[Mark | None, int]:
     """Return the newest mark and its number; number 0: there is none. `number`: of one that is known."""
-    number = max([number, *(found for _, found in _numbered(objects, "marks"))])
-    while (found := objects.get(_mark_key(number + 1))) is not None:
+    number = max([number, *(mark_number for _, mark_number in _numbered(objects, "marks"))])
+    while (mark_bytes := objects.get(_mark_key(number + 1))) is not None:
         number += 1
-    found = objects.get(_mark_key(number))
-    return (decode(found, Mark) if found is not None else None), number
+    mark_bytes = objects.get(_mark_key(number))
+    return (decode(mark_bytes, Mark) if mark_bytes is not None else None), number
 
 
 def entry_key(position: int) -> str:
@@ -167,8 +167,8 @@ def entry_key(position: int) -> str:
 
 def _numbered(objects: Objects, folder: str) -> list[tuple[str, int]]:
     """Return the keys below a folder with their numbers, without what others have put there."""
-    found = ((key, Path(key).name.partition("-")[0]) for key in objects.keys(folder))
-    return [(key, int(number)) for key, number in found if number.isascii() and number.isdecimal()]
+    numbered_keys = ((key, Path(key).name.partition("-")[0]) for key in objects.keys(folder))
+    return [(key, int(number)) for key, number in numbered_keys if number.isascii() and number.isdecimal()]
 
 
 def _mark_key(number: int) -> str:
@@ -183,11 +183,11 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
         FollowedError: another head has taken the run over.
         LinkError: the store cannot be reached.
     """
-    mine: Entry | None = None
+    own_entry: Entry | None = None
     while True:
         end = LogReader(objects, _Nothing())
         end.catch_up()
-        if mine is not None and end.last == mine:
+        if own_entry is not None and end.last == own_entry:
             break
         if refusal := claim.refuses(end.last):
             raise FollowedError(
@@ -202,11 +202,11 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
         if reader.last is None or reader.stored < replica.number:
             name = copy_name(replica.number, claim.own, epoch)
             objects.upload(f"copies/{name}", sealed(copy()))
-        mine = Entry(claim.own, epoch, replica.number + 1, copy=name)
-        objects.create(entry_key(reader.position), encode(mine))
-    if mine.copy:
-        add_mark(objects, Mark(mine.copy, mine.first - 1, end.position - 1, end.beginnings))
-    return LogWriter(claim.own, mine.epoch, end.position, mine.first, end.beginnings)
+        own_entry = Entry(claim.own, epoch, replica.number + 1, copy=name)
+        objects.create(entry_key(reader.position), encode(own_entry))
+    if own_entry.copy:
+        add_mark(objects, Mark(own_entry.copy, own_entry.first - 1, end.position - 1, end.beginnings))
+    return LogWriter(claim.own, own_entry.epoch, end.position, own_entry.first, end.beginnings)
 
 
 def send(objects: Objects, position: int, entry: Entry) -> Entry:
@@ -219,10 +219,10 @@ def send(objects: Objects, position: int, entry: Entry) -> Entry:
     key = entry_key(position)
     if objects.create(key, encode(entry)):
         return entry
-    found = objects.get(key)
-    if found is None:
+    entry_bytes = objects.get(key)
+    if entry_bytes is None:
         raise LinkError(f"{key} exists and cannot be read")
-    return decode(found, Entry)
+    return decode(entry_bytes, Entry)
 
 
 def read_sign(found: bytes | None) -> SignOfLife | None:

@@ -150,7 +150,7 @@ class Mirror:
         self._url, self._writer, self._ledger, self.epoch = url, writer, ledger, writer.epoch
         self._clock, self._began_at = Clock(), math.inf
         self._changed = asyncio.Event()  # what is stored, and who may write; replaced at each change
-        self._wanted = asyncio.Event()  # there is something to send
+        self._send_request = asyncio.Event()  # there is something to send
         self._error = ""
         self._copying: asyncio.Task[None] | None = None
         self._copy_bytes = 0
@@ -190,7 +190,7 @@ class Mirror:
 
     def _add(self, number: int, record: bytes) -> None:
         self._writer.add(number, record, self._clock.now())
-        self._wanted.set()  # waiting messages are not told: no record lets them go
+        self._send_request.set()  # waiting messages are not told: no record lets them go
 
     def _notify(self) -> None:
         self._changed.set()
@@ -283,8 +283,8 @@ class Mirror:
     async def _step(self, fail: Callable[[Exception], object]) -> None:
         sending, position = self._writer.to_send(), self._writer.position
         if sending is None:
-            self._wanted.clear()
-            is_quiet = not await _came(self._wanted, PROBE_SECONDS)
+            self._send_request.clear()
+            is_quiet = not await _came(self._send_request, PROBE_SECONDS)
             if is_quiet and (there := await asyncio.to_thread(self.objects.get, entry_key(position))) is not None:
                 self._writer.answered(decode(there, Entry))
             return
@@ -319,7 +319,7 @@ class Mirror:
                     await self._changed.wait()
                 self._over = over
                 while self._sign.over != over and self._writer.fenced is None:
-                    self._wanted.set()
+                    self._send_request.set()
                     await self._changed.wait()
 
 

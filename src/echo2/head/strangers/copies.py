@@ -37,20 +37,20 @@ class CopiedRollouts:
         Raises:
             PeerError: "malformed": a rollout equals one of another group of the ticket, or another one of this group.
         """
-        found: dict[bytes, tuple[int, int]] = {}
+        new_places: dict[bytes, tuple[int, int]] = {}
         for sample, rollout in enumerate(group.rollouts):
             nats = -float(np.frombuffer(rollout.logprobs, dtype=np.float32).sum(dtype=np.float64))
             if nats < CHANCE_NATS:
                 continue
             key = blake3(rollout.tokens.tobytes() + ticket.encode(), key=self._key).digest(16)
             place = (group.group.number, sample)
-            first = self._seen.get(key) or found.setdefault(key, place)
+            first = self._seen.get(key) or new_places.setdefault(key, place)
             if first != place:
                 raise PeerError(
                     "malformed",
                     f"rollout {sample} of group {place[0]} is a copy of rollout {first[1]} of group {first[0]}: by its "
                     f"own logprobs it is drawn once in e^{nats:.0f}",
                 )
-        self._seen |= found
+        self._seen |= new_places
         while len(self._seen) > COPIES_KEPT:
             del self._seen[next(iter(self._seen))]

@@ -150,15 +150,15 @@ class EnvironmentReplay:
             raise PeerError("late", "its lease ended before the environment had replayed it") from error
         finally:
             self._seconds[lease.lease_id] = sum(one.spent_seconds() for one in begun)
-        found = [one.result() for one in judging]
+        replays = [one.result() for one in judging]
         errors = {
-            sample: one for sample, one in zip(group.sample_numbers, found, strict=True) if isinstance(one, UserError)
+            sample: one for sample, one in zip(group.sample_numbers, replays, strict=True) if isinstance(one, UserError)
         }
-        if len(errors) == len(found):
+        if len(errors) == len(replays):
             raise next(iter(errors.values()))
         lost = [LostRollout(sample, "environment_failed", str(error)) for sample, error in errors.items()]
-        left = tuple(one for one in found if isinstance(one, Rollout))
-        return replace(without(group, lost), rollouts=left)
+        remaining_rollouts = tuple(one for one in replays if isinstance(one, Rollout))
+        return replace(without(group, lost), rollouts=remaining_rollouts)
 
     async def _replayed(
         self, rules: TurnRules, group: RolloutGroup, rollout: Rollout, begun: RolloutHandle, is_own: bool

@@ -41,7 +41,7 @@ class OwnTickets:
 
     def __init__(self, identity: RunIdentity, files: Mapping[Path, str], address: str) -> None:
         self._identity, self._address, self._files = identity, address, files
-        self._known: dict[Path, str] = {}
+        self._ticket_ids: dict[Path, str] = {}
 
     def keep(self) -> None:
         """Replace tickets that are missing, half used up, no longer valid, or name another head.
@@ -54,13 +54,13 @@ class OwnTickets:
             if why:
                 text = self._identity.make_ticket(role, self._address, OWN_TICKET_USES, OWN_TICKET_HOURS, is_own=True)
                 write_atomically(path, text, mode=0o600)
-                self._known[path] = Ticket.parse(text).ticket_id
+                self._ticket_ids[path] = Ticket.parse(text).ticket_id
                 log.info("wrote a new %s: %s", path.name, why)
 
     def _flaw(self, path: Path) -> str:
         if not path.exists():
             return "there was none"
-        if path not in self._known:  # written by an earlier head
+        if path not in self._ticket_ids:  # written by an earlier head
             try:
                 ticket = Ticket.parse(f"@{path}")
                 self._identity.ticket(ticket.ticket_id)
@@ -68,11 +68,11 @@ class OwnTickets:
                 return str(error)
             if ticket.run_id != self._identity.run_id or ticket.address != self._address:
                 return f"the last one named the head at {ticket.address}"
-            self._known[path] = ticket.ticket_id
-        known = self._identity.ticket(self._known[path])
-        if known.refuses:
-            return f"the last one is {known.refuses}"
-        return "the last one is half used up" if 2 * len(known.members) > known.terms.uses else ""
+            self._ticket_ids[path] = ticket.ticket_id
+        known_ticket = self._identity.ticket(self._ticket_ids[path])
+        if known_ticket.refuses:
+            return f"the last one is {known_ticket.refuses}"
+        return "the last one is half used up" if 2 * len(known_ticket.members) > known_ticket.terms.uses else ""
 
 
 def open_identity(directory: Path) -> RunIdentity:
@@ -134,14 +134,14 @@ def describe(ticket: KnownTicket) -> dict[str, Any]:
 def describe_revoked(identity: RunIdentity, revoked_id: str, closed: str) -> dict[str, Any]:
     """Return the effect of a revocation for `echo2 revoke --json`: the workers that are shut out, and the tickets that
     no longer admit machines. `closed`: the result of `RunIdentity.revoke`."""
-    found = [ticket for ticket in identity.tickets() if ticket.ticket_id in (revoked_id, closed)]
-    is_ticket = any(ticket.ticket_id == revoked_id for ticket in found)
-    workers = list(found[0].members) if is_ticket else [revoked_id]
+    tickets = [ticket for ticket in identity.tickets() if ticket.ticket_id in (revoked_id, closed)]
+    is_ticket = any(ticket.ticket_id == revoked_id for ticket in tickets)
+    workers = list(tickets[0].members) if is_ticket else [revoked_id]
     return {
         "id": revoked_id,
         "kind": "ticket" if is_ticket else "worker",
         "workers": workers,
-        "tickets": [ticket.ticket_id for ticket in found],
+        "tickets": [ticket.ticket_id for ticket in tickets],
     }
 
 
@@ -178,9 +178,9 @@ def invite_command(options: argparse.Namespace) -> int:
         note = f"it names {address}, where no other machine can reach the head: set head.listen and head.advertise"
         note += ", then --resume"
     if options.json:
-        known = open_identity(options.directory).tickets()
-        found = next(describe(one) for one in known if one.ticket_id == ticket_id)
-        print(json.dumps({"ticket": ticket or None, "address": address or None, "note": note, **found}))
+        tickets = open_identity(options.directory).tickets()
+        description = next(describe(one) for one in tickets if one.ticket_id == ticket_id)
+        print(json.dumps({"ticket": ticket or None, "address": address or None, "note": note, **description}))
         return 0
     print(ticket or f"{ticket_id} admits {options.uses} more, for {options.days:g} days")
     if note:
@@ -190,11 +190,11 @@ def invite_command(options: argparse.Namespace) -> int:
 
 def list_command(options: argparse.Namespace) -> int:
     """List the tickets. Raises as `invite_command`."""
-    found = open_identity(options.directory).tickets()
+    tickets = open_identity(options.directory).tickets()
     if options.json:
-        print(json.dumps([describe(ticket) for ticket in found]))
+        print(json.dumps([describe(ticket) for ticket in tickets]))
     else:
-        show(found, Console())
+        show(tickets, Console())
     return 0
 
 

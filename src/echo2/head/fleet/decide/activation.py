@@ -151,23 +151,23 @@ def _close_gap(kinds: Sequence[Kind], target_rate: float) -> list[int]:
 
 def _trim(kinds: Sequence[Kind], counts: list[int], target_rate: float) -> list[int]:
     """Drop machines that the target does not need, most expensive first."""
-    left = list(counts)
-    spare = sum(count * one.rate for one, count in zip(kinds, left, strict=True)) - target_rate * (1 - _SLACK)
+    needed_counts = list(counts)
+    spare = sum(count * one.rate for one, count in zip(kinds, needed_counts, strict=True)) - target_rate * (1 - _SLACK)
     for at in sorted(range(len(kinds)), key=lambda at: (-kinds[at].price_usd_per_hour, kinds[at].rate)):
-        dropped = min(left[at], max(0, math.floor(spare / kinds[at].rate)))
-        left[at] -= dropped
+        dropped = min(needed_counts[at], max(0, math.floor(spare / kinds[at].rate)))
+        needed_counts[at] -= dropped
         spare -= dropped * kinds[at].rate
-    return left
+    return needed_counts
 
 
-def _search(kinds: Sequence[Kind], found: list[int], target_rate: float, max_nodes: int) -> list[int]:
+def _search(kinds: Sequence[Kind], initial_counts: list[int], target_rate: float, max_nodes: int) -> list[int]:
     """Branch and bound, depth first. Each level decides how many of a kind of equal machines to take, the most of the
     cheapest kind first. A branch ends where its bound, with divisible machines, is no cheaper than the best set found.
     For real offers that is a handful of nodes.
     """
     sums = _Sums(kinds)
-    best_usd = sum(count * one.price_usd_per_hour for one, count in zip(kinds, found, strict=True))
-    best, nodes = found, 0
+    best_usd = sum(count * one.price_usd_per_hour for one, count in zip(kinds, initial_counts, strict=True))
+    best, nodes = initial_counts, 0
     stack: list[tuple[int, float, float, _Counts]] = [(0, target_rate, 0.0, None)]
     while stack and nodes < max_nodes:
         at, gap, usd, counts = stack.pop()
@@ -181,20 +181,20 @@ def _search(kinds: Sequence[Kind], found: list[int], target_rate: float, max_nod
         one, children = kinds[at], list[tuple[int, float, float, _Counts]]()
         most = min(one.count, math.ceil(gap / one.rate - _SLACK))
         for count in range(most, -1, -1):
-            left, spent = gap - count * one.rate, usd + count * one.price_usd_per_hour
-            if count < most and spent + sums.least_usd(at + 1, left) >= best_usd - _SLACK:
+            remaining_gap, spent = gap - count * one.rate, usd + count * one.price_usd_per_hour
+            if count < most and spent + sums.least_usd(at + 1, remaining_gap) >= best_usd - _SLACK:
                 break  # with still fewer of the cheapest kind, the rest costs no less
-            children.append((at + 1, left, spent, (counts, count)))
+            children.append((at + 1, remaining_gap, spent, (counts, count)))
         stack.extend(reversed(children))
     return best + [0] * (len(kinds) - len(best))
 
 
 def _listed(counts: _Counts) -> list[int]:
-    found = []
+    counts_by_kind = []
     while counts is not None:
         counts, count = counts
-        found.append(count)
-    return found[::-1]
+        counts_by_kind.append(count)
+    return counts_by_kind[::-1]
 
 
 class _Sums:
@@ -329,12 +329,12 @@ class ActivationLoop:
 
     def _some_of(self, spare: Sequence[Candidate], rate: float, needed_rate: float) -> tuple[str, ...]:
         """Return the first worker, and more up to half of the surplus, so that it shrinks fast without overshooting."""
-        released, left = [spare[0].worker_id], rate - spare[0].rate
+        released, remaining_rate = [spare[0].worker_id], rate - spare[0].rate
         half = rate - (rate - aim(needed_rate)) / 2
         for one in spare[1:]:
-            if left - one.rate >= half and reaches(left - one.rate, self._floor(one, needed_rate)):
+            if remaining_rate - one.rate >= half and reaches(remaining_rate - one.rate, self._floor(one, needed_rate)):
                 released.append(one.worker_id)
-                left -= one.rate
+                remaining_rate -= one.rate
         return tuple(released)
 
     def _add(self, rate: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
@@ -343,8 +343,10 @@ class ActivationLoop:
         gap = aim(needed_rate) - rate
         if not standby:
             return Change(reason=_reason(rate, needed_rate), short_rate=gap)
-        found = choose(standby, gap)
-        return Change(activate=found.worker_ids, reason=_reason(rate, needed_rate), short_rate=found.missing_rate)
+        selection = choose(standby, gap)
+        return Change(
+            activate=selection.worker_ids, reason=_reason(rate, needed_rate), short_rate=selection.missing_rate
+        )
 
     def _cheaper(
         self, now: float, active: Sequence[Candidate], needed_rate: float, workers: Sequence[Candidate]
@@ -358,17 +360,17 @@ class ActivationLoop:
             one if one.is_active else replace(one, price_usd_per_hour=one.price_usd_per_hour * handicap)
             for one in workers
         ]
-        found = choose(pool, aim(needed_rate))
-        chosen = set(found.worker_ids)
+        selection = choose(pool, aim(needed_rate))
+        chosen = set(selection.worker_ids)
         usd = _usd([one for one in workers if one.worker_id in chosen])
-        pays = not found.missing_rate and usd < bill * (1 - LEAST_SAVING)
+        pays = not selection.missing_rate and usd < bill * (1 - LEAST_SAVING)
         self._dear_since = _since(self._dear_since, pays, now)
         if not _lasts(self._dear_since, now, SURPLUS_SECONDS):
             return Change()
         self._dear_since, self._look_at = None, now + EXCHANGE_SECONDS
         there = {one.worker_id for one in active}
         self._leaving = frozenset(there - chosen)
-        more = tuple(worker_id for worker_id in found.worker_ids if worker_id not in there)
+        more = tuple(worker_id for worker_id in selection.worker_ids if worker_id not in there)
         return Change(activate=more, reason=f"${usd:.4g} an hour do what ${bill:.4g} do now")
 
 

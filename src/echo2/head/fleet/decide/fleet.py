@@ -102,9 +102,9 @@ class Throughput:
         return batch_seconds
 
     def _measure(self, rate: float) -> None:
-        known, difference = self.rate > 0, rate - self.rate
-        self.rate += difference * (NEW_RATE if known else 1.0)
-        if known:
+        is_measured, difference = self.rate > 0, rate - self.rate
+        self.rate += difference * (NEW_RATE if is_measured else 1.0)
+        if is_measured:
             self.variance = (1 - NEW_RATE) * (self.variance + NEW_RATE * difference**2)
 
     def current(self, assumed_rate: float, samples_per_batch: int, now: float) -> float:

@@ -65,8 +65,8 @@ def learner_wait(step: int, records: Iterable[PlannedGroup], since: float, now: 
     causes = ("replaced", before_lease, "sampling", "rewards", "held")
     came = (min(replaced_at, last.issued_at), last.leased_at, last.delivered_at, last.ready_at, now)
     marks = itertools.accumulate((min(at, now) for at in came), max, initial=since)
-    found = {cause: end - start for cause, (start, end) in zip(causes, itertools.pairwise(marks), strict=True)}
-    return LearnerWait(step, last.worker_id, dict.fromkeys(CAUSES, 0.0) | found)
+    seconds = {cause: end - start for cause, (start, end) in zip(causes, itertools.pairwise(marks), strict=True)}
+    return LearnerWait(step, last.worker_id, dict.fromkeys(CAUSES, 0.0) | seconds)
 
 
 def main_cause(waits: Iterable[LearnerWait]) -> str | None:
@@ -136,11 +136,11 @@ class Measurements:
         a learner that starts with the first groups was busy for longer.
         """
         self.replaced.append(num_replaced)
-        taken = self.flat_seconds if is_flat else self.train_seconds
+        durations = self.flat_seconds if is_flat else self.train_seconds
         if busy_seconds > 0:
-            taken.append(busy_seconds)
+            durations.append(busy_seconds)
         elif self._training_since is not None:
-            taken.append(now - self._training_since)
+            durations.append(now - self._training_since)
         self._training_since = None
 
     def published(self, ref: SnapshotRef, now: float) -> None:
@@ -188,16 +188,16 @@ class Measurements:
 
     def typical_train_seconds(self) -> float | None:
         """Median seconds of a training step; None before the first. Flat steps count if there was no other."""
-        known = self._steps_seconds()
-        return statistics.median(known) if known else None
+        durations = self._steps_seconds()
+        return statistics.median(durations) if durations else None
 
     def _steps_seconds(self) -> deque[float]:
         return self.train_seconds or self.flat_seconds
 
     def typical_broadcast_seconds(self) -> float:
         """The quantile 1 / 1.1 of recent broadcasts, as in section 4.2; 0 while none is known."""
-        known = sorted(self.broadcasts)
-        return known[math.ceil(INSTALLED_QUANTILE * len(known)) - 1] if known else 0.0
+        durations = sorted(self.broadcasts)
+        return durations[math.ceil(INSTALLED_QUANTILE * len(durations)) - 1] if durations else 0.0
 
     def lease_done(self, seconds: float) -> None:
         """Record that a lease gave a result after this many seconds."""

@@ -86,11 +86,13 @@ def look(state: PlannerState, now: float) -> None:
 
 def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: float, now: float) -> None:
     """At the first measurement, switch from all workers to the cheapest sufficient set."""
-    found = choose(candidates, aim(rate))
-    chosen = set(found.worker_ids)
+    selection = choose(candidates, aim(rate))
+    chosen = set(selection.worker_ids)
     for one in candidates:
         if one.is_active and one.worker_id not in chosen:
-            release(state, one.worker_id, f"{rate:.4g} rollouts/s are needed; cheaper ones have {found.rate:.4g}", now)
+            release(
+                state, one.worker_id, f"{rate:.4g} rollouts/s are needed; cheaper ones have {selection.rate:.4g}", now
+            )
 
 
 def live_demand(state: PlannerState, publish_every: int | None = None) -> Demand | None:
@@ -176,8 +178,8 @@ def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
     """Return all connected workers, and active ones that may return. A rate not yet measured is estimated from the
     other workers, in proportion to slots.
     """
-    known = [worker.speed.rate / worker.slots for worker in state.fleet if worker.speed.rate]
-    each = statistics.median(known) if known else 0.0
+    slot_rates = [worker.speed.rate / worker.slots for worker in state.fleet if worker.speed.rate]
+    each = statistics.median(slot_rates) if slot_rates else 0.0
     return [
         Candidate(
             worker.worker_id,

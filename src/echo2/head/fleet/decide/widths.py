@@ -157,10 +157,10 @@ class Width:
         """Return the largest level that explains the durations as well as the best."""
         own, shared = min(self._own.count, MEMORY), min(SHARED, everybody.count)
         pairs = zip(self._own.variances, everybody.variances, strict=True)
-        found = [(own * mine + shared * all_) / (own + shared) for mine, all_ in pairs]
+        variances = [(own * own_variance + shared * all_) / (own + shared) for own_variance, all_ in pairs]
         worse = WORSE / math.sqrt(own + shared) if worse is None else worse
-        enough = (1 + worse) * min(found) + WORSE_BY
-        return max(level for level, variance in zip(LEVELS, found, strict=True) if variance <= enough)
+        enough = (1 + worse) * min(variances) + WORSE_BY
+        return max(level for level, variance in zip(LEVELS, variances, strict=True) if variance <= enough)
 
     def _move(self, groups: int, why: str) -> None:
         self.groups, self.why, self._num_since, self._is_used = groups, why, 0, False

@@ -34,8 +34,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     if before is not None and not lost:
         speed = before.speed  # it kept working, so its measurements continue
     else:
-        known = Throughput() if before is None else before.speed
-        speed = Throughput(known.rate, known.variance, num_unmeasured=samples)
+        earlier_speed = Throughput() if before is None else before.speed
+        speed = Throughput(earlier_speed.rate, earlier_speed.variance, num_unmeasured=samples)
     slots = min(event.slots, GROWTH * most if adapts(state, is_own=not event.ticket) else most)
     worker = Worker(
         event.worker_id,
@@ -159,8 +159,8 @@ def announce_published(state: PlannerState, reason: str, now: float) -> None:
         is_received = is_there and any(worker.receives == before for worker in active)
         snapshots.hold(before if is_received else None, now)
     held = snapshots.held
-    told = (worker.worker_id for worker in active if held is None or worker.receives != held)
-    announce_newest(state, reason, tuple(told))
+    worker_ids = (worker.worker_id for worker in active if held is None or worker.receives != held)
+    announce_newest(state, reason, tuple(worker_ids))
 
 
 def _is_held(state: PlannerState, active: Iterable[Worker], now: float) -> bool:

@@ -159,15 +159,15 @@ class SignWatch:
 
     def __init__(self) -> None:
         self.silent_seconds = 0.0
-        self._seen: bytes | None = None
+        self._last_sign: bytes | None = None
         self._looked_at = -math.inf
         self._begun: tuple[str, int] | None = None
 
     def look(self, found: bytes | None, now: float) -> None:
         """Take what there is of a sign now."""
         passed = min(now - self._looked_at, 2.0 * LOOK_SECONDS)
-        self.silent_seconds = self.silent_seconds + passed if found == self._seen else 0.0
-        self._seen, self._looked_at = found, now
+        self.silent_seconds = self.silent_seconds + passed if found == self._last_sign else 0.0
+        self._last_sign, self._looked_at = found, now
 
     @property
     def is_silent(self) -> bool:

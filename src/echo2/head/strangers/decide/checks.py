@@ -214,8 +214,8 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
     if check.drawn.ticket != UNKNOWN:
         for record in [record for record in state.groups if _is_of(state, record, check.drawn.ticket)]:
             _retire(state, record, f"ticket {check.drawn.ticket} is not believed: {reason}")
-    if (found := state.groups.get(check.drawn.number)) is not None:
-        _retire(state, found, reason)
+    if (checked_group := state.groups.get(check.drawn.number)) is not None:
+        _retire(state, checked_group, reason)
     if not is_again:
         return
     for worker in [worker for worker in state.fleet if worker.ticket == check.drawn.ticket]:

@@ -120,17 +120,17 @@ class Trust:
     def missed(self, at: float) -> Trust:
         """Return the trust after a check without a verdict. After `UNCHECKED_MAX` in a row it has lapsed."""
         num_unchecked = self.num_unchecked + 1
-        found = replace(self, num_missed=self.num_missed + 1, num_unchecked=num_unchecked)
+        trust = replace(self, num_missed=self.num_missed + 1, num_unchecked=num_unchecked)
         if num_unchecked < UNCHECKED_MAX or self.is_new:
-            return found
+            return trust
         reason = f"a newcomer again: {num_unchecked} checks in a row ended without a verdict"
-        return replace(found, num_clean=0).noted(at, reason)
+        return replace(trust, num_clean=0).noted(at, reason)
 
     def failed(self, at: float, reason: str) -> Trust:
         """Return the trust after a check that found a fault: in quarantine."""
-        found = replace(self, num_failed=self.num_failed + 1, num_clean=0, num_unchecked=0, is_quarantined=True)
-        found = replace(found, surprise=0.0, variance=0.0)
-        return found.noted(at, reason)
+        trust = replace(self, num_failed=self.num_failed + 1, num_clean=0, num_unchecked=0, is_quarantined=True)
+        trust = replace(trust, surprise=0.0, variance=0.0)
+        return trust.noted(at, reason)
 
 
 @dataclass(frozen=True, slots=True)
