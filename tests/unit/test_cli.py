@@ -431,10 +431,9 @@ def test_a_worker_uses_one_thread_by_default(given: str, expected: str, monkeypa
 
 SIGNALLED = """
 import asyncio, os, signal, sys
-from echo2.cli.running import leave_on_sigterm
+from echo2.cli.running import leaving_on_sigterm
 
 signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[1] == "ignored" else signal.default_int_handler)
-ended = leave_on_sigterm()
 
 async def main():
     other = asyncio.create_task(asyncio.Event().wait())  # as those of gRPC's server
@@ -447,10 +446,16 @@ async def main():
     finally:
         print("others cancelled:", other.cancelling())
 
+def state():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+before = state()
 try:
-    asyncio.run(main())
+    with leaving_on_sigterm() as ended:
+        asyncio.run(main())
 except KeyboardInterrupt:
-    print("ended by", ended)
+    print("ended by", ended, "and as before" if state() == before else state())
 """
 
 
@@ -458,4 +463,4 @@ except KeyboardInterrupt:
 def test_sigterm_cancels_the_main_task_of_a_worker_alone(interrupts: str) -> None:
     """Also where a script started it with "&", so that Ctrl-C is not for it."""
     done = subprocess.run([sys.executable, "-c", SIGNALLED, interrupts], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["others cancelled: 0", "ended by [15]"]
+    assert done.stdout.splitlines() == ["others cancelled: 0", "ended by [15] and as before"]

@@ -243,9 +243,10 @@ def _learner(options: argparse.Namespace) -> int:
     return run_learner(RunDir(options.directory), options.ticket, options.card)
 
 
-def leave_on_sigterm() -> list[int]:
-    """Have SIGTERM do what Ctrl-C does, so that a worker that a machine manager ends leaves the run properly. Return a
-    list to which the signal is added: then its end is no error.
+@contextmanager
+def leaving_on_sigterm() -> Iterator[list[int]]:
+    """Have SIGTERM do what Ctrl-C does within the block, so that a worker that a machine manager ends leaves the run
+    properly. Its value is a list to which the signal is added: then its end is no error.
 
     asyncio takes SIGINT over and cancels the main task. Where SIGINT is ignored, as in a process that a script started
     with "&", it does not; a KeyboardInterrupt raised anywhere within the loop makes it cancel all tasks at once, and
@@ -258,11 +259,18 @@ def leave_on_sigterm() -> list[int]:
         os.kill(os.getpid(), signal.SIGINT)  # one with any that was blocked
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, end)
-    return ended
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        if handlers[signal.SIGINT] is signal.SIG_IGN:
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, end)
+        yield ended
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _worker(options: argparse.Namespace) -> int:
@@ -273,21 +281,21 @@ def _worker(options: argparse.Namespace) -> int:
     from echo2.worker.worker_process import WorkerOptions
 
     give_cores(options.at_home, options.max_cores)
-
-    ended = leave_on_sigterm()
     begin_process("worker")
     names = [entry.name for entry in fields(WorkerOptions)]
     worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})
+    run, role = run_worker, Ticket.parse(options.ticket).role
+    if role == "learner":
+        raise UserError(
+            "This is the ticket of the run's learner: `echo2 learner DIR --ticket @FILE`. A worker joins with the "
+            "file `ticket` in the run directory, or with one that `echo2 invite` prints."
+        )
+    if role == "sampler":
+        run = service_module("sampler.machine").run_machine
+    ended: list[int] = []
     try:
-        run, role = run_worker, Ticket.parse(options.ticket).role
-        if role == "learner":
-            raise UserError(
-                "This is the ticket of the run's learner: `echo2 learner DIR --ticket @FILE`. A worker joins with the "
-                "file `ticket` in the run directory, or with one that `echo2 invite` prints."
-            )
-        if role == "sampler":
-            run = service_module("sampler.machine").run_machine
-        reason = run(options.ticket, options.state, worker_options)
+        with leaving_on_sigterm() as ended:
+            reason = run(options.ticket, options.state, worker_options)
     except KeyboardInterrupt:
         if not ended:
             raise
