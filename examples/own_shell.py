@@ -38,8 +38,10 @@ class Shell:
         talk = list(TASK)
         files = {"names.txt": self.row["text"]}
         async with echo2.container("debian:stable-slim", files, memory_bytes=256 << 20) as box:
-            while command := COMMAND.search((said := await policy.chat(talk))["content"] or ""):
+            message = await policy.chat(talk)
+            while command := COMMAND.search(message["content"] or ""):
                 ran = await box.run(command[1], 10)
-                talk += [said, {"role": "user", "content": f"{ran.output}[exit status {ran.status}]"}]
-            found = await box.run("cat answer.txt", 10)
-        return float(found.output.strip() == self.row["answer"])
+                talk += [message, {"role": "user", "content": f"{ran.output}[exit status {ran.status}]"}]
+                message = await policy.chat(talk)
+            answer = await box.run("cat answer.txt", 10)
+        return float(answer.output.strip() == self.row["answer"])

@@ -388,7 +388,7 @@ def owned_complaints(source: Source) -> list[str]:
 
 def background_complaints(source: Source) -> list[str]:
     """Background work is begun by `background.py` alone, or in a group of its `together`: a bare task fails in silence.
-    What `awaited` returns is awaited by somebody, so it is not thrown away, and an `on_error` does something.
+    What `awaited` returns is awaited, an `on_error` does something, and closes are no loop that a failing one ends.
     """
     if source.module == "echo2.core.background":
         return []
@@ -407,6 +407,8 @@ def background_complaints(source: Source) -> list[str]:
             found.append(f"{source.path}:{node.lineno}: {ast.unparse(node)}: use background.py")
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and dotted(node.value.func) == "awaited":
             found.append(f"{source.path}:{node.lineno}: nobody awaits {ast.unparse(node)}")
+        elif isinstance(node, ast.For) and re.search(r"await \S+\.a?close\(\)$", ast.unparse(node)):
+            found.append(f"{source.path}:{node.lineno}: one that fails leaves the rest open: use close_all")
         elif isinstance(node, ast.Call) and dotted(node.func) in {"spawn", "Background"}:
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
             if any(isinstance(one, ast.Lambda) and isinstance(one.body, ast.Constant) for one in given):
@@ -417,9 +419,7 @@ def background_complaints(source: Source) -> list[str]:
 def annotation_complaints(source: Source) -> list[str]:
     """Public functions and methods say what they take and give back."""
     found = []
-    for function in functions(source):
-        if function.name.startswith("_") and not function.name.startswith("__"):
-            continue
+    for function in (one for one in functions(source) if not re.match("_[^_]", one.name)):
         named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         stars = [arg for arg in (function.args.vararg, function.args.kwarg) if arg]
         bare = [a.arg for a in [*named, *stars] if a.annotation is None and a.arg not in ("self", "cls")]

@@ -131,6 +131,7 @@ BROKEN = [
     (house.owned_complaints, "echo2.core.types", "await loop.run_in_executor(threads, f)"),
     (house.owned_complaints, "echo2.core.child", "asyncio.run_coroutine_threadsafe(f(), loop)"),
     (house.background_complaints, "echo2.core.types", "spawn(f(), lambda error: None)"),
+    (house.background_complaints, "echo2.core.types", "for link in links:\n    await link.close()"),
     (house.ownership_complaints, "echo2.head.decide.results", "state.training.version = 3"),
     (house.ownership_complaints, "echo2.head.decide.results", "state.version += 1"),
     (house.ownership_complaints, "echo2.head.decide.planner", "class P:\n    def f(self): self.groups.next_number = 3"),

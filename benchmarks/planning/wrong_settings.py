@@ -16,7 +16,7 @@ all five times faster than in the simulator, so that steps, leases and snapshots
     make bench-wrong_settings ARGS='--seeds 3 --only straggler'
     make bench-wrong_settings ARGS='--seeds 8 --search'
     make bench-wrong_settings ARGS='--steps 12'
-    make bench-wrong_settings ARGS='--real --seeds 3'       # 45 minutes
+    make bench-wrong_settings ARGS='--real --seeds 3'
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from functools import partial
 
 import pytest
 
-from echo2.core.background import Background, Ending, Shared, awaited, spawn, to_its_end, together
+from echo2.core.background import Background, Ending, Shared, awaited, close_all, spawn, to_its_end, together
 from echo2.core.errors import LinkError
 
 
@@ -32,6 +33,31 @@ def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
 
     asyncio.run(run())
     assert [str(error) for error in errors] == ["boom"]
+
+
+def test_each_of_several_closes_whatever_becomes_of_the_others() -> None:
+    closed = list[str]()
+    forever = asyncio.Event()
+
+    async def close(name: str) -> None:
+        closed.append(name)
+        if name == "fails":
+            raise OSError(name)
+        if name == "hangs":
+            await forever.wait()
+
+    async def run() -> None:
+        with pytest.raises(OSError, match="fails"):
+            await close_all(partial(close, "first"), partial(close, "fails"), partial(close, "last"))
+        assert closed == ["first", "fails", "last"]
+        closing = awaited(close_all(partial(close, "hangs"), partial(close, "after")))
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert closed[3:] == ["hangs", "after"]
+
+    asyncio.run(run())
 
 
 def test_the_first_error_of_several_works_ends_the_others_and_leaves_no_mark_on_the_task_that_waited() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.core.types import RUN_POLICY, SnapshotRef
+from echo2.core.types import RUN_POLICY, Lease, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import granting
@@ -376,14 +376,20 @@ def test_a_new_worker_is_late_as_soon_as_others_usually_have_brought_something()
         assert granting._late_at(desk.planner, standing, "b", lease) == pytest.approx(late_at), standing
 
 
-def test_a_third_lease_goes_to_a_busy_worker_too_and_a_fourth_only_to_one_without_work() -> None:
-    """Both of the first two may have been unlucky; with three, the answer is long."""
+def with_one_lease(names: str) -> tuple[Desk, Lease]:
+    """The only group of the run, leased to one of these workers."""
     desk = Desk(replace(SECOND, groups_per_step=1, max_steps=1))
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
     desk.publish(0)
-    for name in "abcde":
+    for name in names:
         desk.join(name)
-    lease, state = desk.leases[desk.open()[0]][1], desk.planner
+    return desk, desk.leases[desk.open()[0]][1]
+
+
+def test_a_third_lease_goes_to_a_busy_worker_too_and_a_fourth_only_to_one_without_work() -> None:
+    """Both of the first two may have been unlucky; with three, the answer is long."""
+    desk, lease = with_one_lease("abcde")
+    state = desk.planner
     record, holder, counts = state.groups.get(lease.group.number), desk.leases[lease.lease_id][0], list[int]()
     assert record is not None
     for worker in state.fleet:
@@ -401,12 +407,8 @@ def test_a_third_lease_goes_to_a_busy_worker_too_and_a_fourth_only_to_one_withou
 
 def test_a_late_worker_with_the_fewest_groups_hides_no_other() -> None:
     """It has free slots, too, and would get the next group; but not its own again."""
-    desk = Desk(replace(SECOND, groups_per_step=1, max_steps=1))
-    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
-    desk.publish(0)
-    for name in "ab":
-        desk.join(name)
-    lease, state = desk.leases[desk.open()[0]][1], desk.planner
+    desk, lease = with_one_lease("ab")
+    state = desk.planner
     holder = desk.leases[lease.lease_id][0]
     for worker in state.fleet:
         state.fleet.load(worker, 0 if worker.worker_id == holder else SECOND.group_size, desk.now)

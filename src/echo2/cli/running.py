@@ -292,17 +292,16 @@ def _worker(options: argparse.Namespace) -> int:
         )
     if role == "sampler":
         run = service_module("sampler.machine").run_machine
-    ended: list[int] = []
-    try:
-        with leaving_on_sigterm() as ended:
+    with leaving_on_sigterm() as ended:
+        try:
             reason = run(options.ticket, options.state, worker_options)
-    except KeyboardInterrupt:
-        if not ended:
-            raise
-        if options.json:
-            print(json.dumps({"ended": options.interrupted}))
-        else:
-            print(options.interrupted, file=sys.stderr)
-        return 0
+        except KeyboardInterrupt:
+            if not ended:
+                raise
+            if options.json:
+                print(json.dumps({"ended": options.interrupted}))
+            else:
+                print(options.interrupted, file=sys.stderr)
+            return 0
     print(json.dumps({"ended": printable(reason)}) if options.json else f"the run is over: {printable(reason)}")
     return 0

@@ -7,6 +7,7 @@ A bare task reports its failure only when it is garbage-collected, if at all, an
     Background(on_error)    all such work of one owner, which ends with it
     awaited(work)           work whose starter awaits the outcome, so that errors are raised there
     to_its_end(work)        work that a cancelled caller still awaits
+    close_all(*closes)      several closes, one after the other, of which a failing one prevents no other
     together()              several such works, of which the first error ends the others
     Shared(make)            values that are made once, for all that ask for them
     Ending(log, doing)      the first result or failure of a process, which ends it
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from echo2.core.errors import Echo2Error
@@ -70,6 +71,14 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is not None:
         raise cancelled
     return result
+
+
+async def close_all(*closes: Callable[[], Awaitable[object]]) -> None:
+    """Close several things in this order. Each of them closes, whatever becomes of the others. Raises: what the last
+    that failed raises."""
+    async with AsyncExitStack() as closing:
+        for close in reversed(closes):
+            closing.push_async_callback(close)
 
 
 @asynccontextmanager

@@ -105,11 +105,11 @@ def of_rounding(engine: str, measured: Measured) -> str:
     """Return how far an engine that rounds the weights is from the published ones, and whether a head takes it."""
     if measured.mismatch is None:
         return ""
-    said = f"# {engine} rounds the weights: its logprobs are {measured.mismatch:.2g} nats a token from theirs, "
-    said += f"and {MISMATCH_ROUNDED_MAX:g} is allowed"
+    line = f"# {engine} rounds the weights: its logprobs are {measured.mismatch:.2g} nats a token from theirs, "
+    line += f"and {MISMATCH_ROUNDED_MAX:g} is allowed"
     if measured.mismatch <= MISMATCH_ROUNDED_MAX:
-        return said
-    return f"{said}: the form is too coarse for this model, and a head turns such a worker away. Take one of more bits"
+        return line
+    return f"{line}: the form is too coarse for this model, and a head turns such a worker away. Take one of more bits"
 
 
 def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo2.core.background import spawn
+from echo2.core.background import close_all, spawn
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, Rollout, Score, Task
 from echo2.reward import messages
@@ -217,10 +217,8 @@ class RewardProcesses:
             if not request.cancelling():  # cancelled twice, it would not wait for its process to end
                 request.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
-        for process in self._all():
-            await process.close()
-        if self.judge is not None:
-            await self.judge.close()
+        judges = () if self.judge is None else (self.judge.close,)
+        await close_all(*(process.close for process in self._all()), *judges)
 
     def _request_soon(self) -> None:
         """Let one request wait for a free process; groups that arrive meanwhile may join it."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+from echo2.core.background import close_all
 from echo2.core.errors import UserError
 from echo2.core.types import Assignment
 from echo2.engines.engine import RequestFailure, derived_seed
@@ -95,7 +95,7 @@ class HarnessEnvironment:
 
     async def close(self) -> None:
         """Stop the harness and the endpoint."""
-        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
-            closing.callback(self._folder.cleanup)
-            closing.push_async_callback(self._endpoint.close)
-            closing.push_async_callback(self._harness.close)
+        try:
+            await close_all(self._harness.close, self._endpoint.close)
+        finally:
+            self._folder.cleanup()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from echo2 import config as configuration
 from echo2.config.values import SERVERS
+from echo2.core.background import close_all
 from echo2.core.decide.seeds import group_seed
 from echo2.core.errors import UserError
 from echo2.core.types import (
@@ -160,9 +161,7 @@ class LocalSampler:
 
     async def aclose(self) -> None:
         """End environments and engine. An interpreter that ends while its thread computes would abort."""
-        for environment in self._environments.values():
-            await environment.close()
-        await self._engine.close()
+        await close_all(*(one.close for one in self._environments.values()), self._engine.close)
 
     def _assignment(self, cursor: int) -> Assignment:
         group, task = GroupRef(RUN_POLICY, self._kind, cursor), self.tasks.task(cursor)

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from echo2.config.values import AUTO
-from echo2.core.background import spawn
+from echo2.core.background import close_all, spawn
 from echo2.core.decide.card import CARD, LOOK_SECONDS, WISH, Act, worker_act
 from echo2.core.errors import PeerError, UserError, counted
 from echo2.core.file_lock import FileLock
@@ -154,10 +154,7 @@ class LeaseSampler:
         self._dispatch = lambda event: None
         for task in self._tasks.values():
             task.cancel()
-        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
-            closing.push_async_callback(self.engine.close)
-            for environment in self._environments.values():
-                closing.push_async_callback(environment.close)
+        await close_all(*(one.close for one in self._environments.values()), self.engine.close)
 
     def _begin(self, assignment: Assignment, lockstep: Lockstep | None) -> None:
         if self._busy_since is None:

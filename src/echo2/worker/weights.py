@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 
-from echo2.core.background import spawn
+from echo2.core.background import close_all, spawn
 from echo2.core.devices import return_freed_memory
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.loop_thread import BlockingThreads
@@ -208,6 +207,4 @@ class WorkerWeights:
 
     async def close(self) -> None:
         """Wait for what is being loaded, and leave the broadcast."""
-        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the other
-            closing.push_async_callback(self.node.close)
-            closing.push_async_callback(self._loading.close)
+        await close_all(self._loading.close, self.node.close)

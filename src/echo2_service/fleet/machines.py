@@ -10,11 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 
+from echo2.core.background import close_all
 from echo2.core.disk import allocated_bytes
 from echo2.core.errors import Echo2Error, InvariantError, PeerError, UserError
 from echo2.core.printable import printable
@@ -227,9 +227,7 @@ class LocalBackend:
         return await self.samplers.sample(base, snapshot, spec)
 
     async def close(self) -> None:
-        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the other
-            closing.push_async_callback(self.sampler.close)
-            closing.push_async_callback(self.learner.close)
+        await close_all(self.learner.close, self.sampler.close)
 
 
 def _context(directory: Path) -> int:

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
-from echo2.core.background import Ending, Shared, spawn
+from echo2.core.background import Ending, Shared, close_all, spawn
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError, counted
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
@@ -172,9 +172,7 @@ class SamplerMachine:
             raise InvariantError("a machine attends for ever, or fails")
 
     async def _close_samplers(self) -> None:
-        async with AsyncExitStack() as closing:
-            for sampler in self._bases.made().values():
-                closing.push_async_callback(sampler.close)
+        await close_all(*(sampler.close for sampler in self._bases.made().values()))
 
     async def _attend(self) -> None:
         patience_seconds = self._options.patience_seconds

@@ -49,10 +49,10 @@ class LazyHeap(Generic[Key, Rank]):
         passed: list[tuple[Rank, int, Key]] = []
         while len(passed) < most and (key := self.first_key()) is not None and not fits(key):
             passed.append(heapq.heappop(self._heap))
-        found = self.first_key() if len(passed) < most else None
+        fitting = self.first_key() if len(passed) < most else None
         for entry in passed:
             heapq.heappush(self._heap, entry)
-        return found
+        return fitting
 
     def pop_until(self, last: Rank) -> list[Key]:
         """Remove and return every key whose rank is not above `last`, smallest first."""

@@ -14,8 +14,10 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
+from echo2.core.background import close_all
 from echo2.core.loop_thread import LoopThread
 from echo2.engines.tokenizer import Tokenizer
 from echo2.learner.link.teacher_endpoint import TeacherAnswer, TeacherEndpoint
@@ -87,12 +89,7 @@ class EndpointTeachers:
 
     def close(self) -> None:
         """End what is under way, and close the connections."""
-
-        async def last() -> None:
-            for teacher in self._teachers.values():
-                await teacher.close()
-
-        self._thread.close(last)
+        self._thread.close(partial(close_all, *(teacher.close for teacher in self._teachers.values())))
 
     async def _answer(self, name: str, prompt: array[int], tokens: array[int], loss_mask: bytes) -> TeacherAnswer:
         await asyncio.shield(asyncio.wrap_future(self._greeted[name]))

@@ -13,9 +13,9 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
+from echo2.core.background import close_all
 from echo2.core.errors import PeerError
 from echo2.core.types import PayloadId, SnapshotRef
 from echo2.transport import messages
@@ -179,6 +179,4 @@ class Distribution:
         self.origin.dropped(payload)
 
     async def close(self) -> None:
-        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the other
-            closing.push_async_callback(self.archive.close)
-            closing.push_async_callback(self.origin.close)
+        await close_all(self.origin.close, self.archive.close)

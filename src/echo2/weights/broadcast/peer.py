@@ -14,12 +14,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from echo2.core.addresses import Addresses, host_and_port, split
-from echo2.core.background import Background, spawn
+from echo2.core.background import Background, close_all, spawn
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.loop_thread import BlockingThreads
 from echo2.core.retries import Retries
@@ -286,9 +285,8 @@ class PeerNode:
         self._server.close()
         if self._wake is not None:
             self._wake.cancel()
-        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
-            for last in (self._disk, self._network, self._edges, self._reports, self._chores):
-                closing.push_async_callback(last.close)
+        parts = (self._chores, self._reports, self._edges, self._network, self._disk)
+        await close_all(*(part.close for part in parts))
 
     # ---- events and commands -------------------------------------------------------------------------------------
 

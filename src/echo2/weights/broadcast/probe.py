@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from echo2.core.background import together
+from echo2.core.background import close_all, together
 from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
@@ -98,8 +98,7 @@ async def measure(open_link: Callable[[], Link]) -> Rates:
         await links[0].call("PutProbe", DONE, CALL_SECONDS)
         return rates
     finally:
-        for link in links:
-            await link.close()
+        await close_all(*(link.close for link in links))
 
 
 async def _measure(links: list[Link], open_link: Callable[[], Link]) -> Rates:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from echo2.core.background import Background, spawn
+from echo2.core.background import Background, close_all, spawn
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.types import PayloadId
 from echo2.transport import message_bytes
@@ -210,9 +210,7 @@ class DialledSource(Source):
 
     async def close(self) -> None:
         self.cancel()
-        await self._tasks.close()
-        for link in self._links:
-            await link.close()
+        await close_all(self._tasks.close, *(link.close for link in self._links))
 
 
 Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]

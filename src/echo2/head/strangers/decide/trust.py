@@ -447,8 +447,10 @@ class WorkerPenalties:
     def mismatch(self, worker_id: str) -> float | None:
         """Return the mean |log ratio| of this worker at lag 0, in nats per token; None if there were too few tokens."""
         penalty = self._of.get(worker_id)
-        if penalty is None or penalty.mismatch is not None:
-            return None if penalty is None else penalty.mismatch
+        if penalty is None:
+            return None
+        if penalty.mismatch is not None:
+            return penalty.mismatch
         tokens, total, _ = penalty.measured
         return total / tokens if tokens >= MISMATCH_TOKENS_MIN else None
 
