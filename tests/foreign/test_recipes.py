@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from echo2.head.fleet.machines import filled
+from echo2.planning.market import SHIPPED, MachineFilter, _read, market_offers
+from echo2.planning.renting import rent_command
 from house import REPOSITORY
 
 LAUNCH = REPOSITORY / "launch"
@@ -34,6 +38,53 @@ given = [("ECHO2_TICKET", "a ticket")]
 task = sky.Task.from_yaml_config(yaml.safe_load(open(sys.argv[1])), secrets_overrides=given)
 print(json.dumps([task.name, sorted(task.envs), sorted(task.secrets), [str(one) for one in task.resources]]))
 """
+#: SkyPilot's optimizer, with two providers at which one could rent and a catalogue with their names (of November 2026).
+RENTING = """
+import csv, json, os, shlex, sys
+from pathlib import Path
+shown, sys.stdout = sys.stdout, sys.stderr
+import sky
+from sky import global_user_state, skypilot_config
+from sky.client.cli import command
+from sky.clouds.cloud import CloudCapability
+from sky.optimizer import Optimizer
+names = {
+    "vast": "A100 B200 H100 H200 L40S RTX3090 RTX4090 RTX5090",
+    "runpod": "A100-80GB A100-80GB-SXM B200 H100 H100-NVL H100-SXM H200-SXM L4 L40S RTX3090 RTX4090 RTX5090",
+}
+columns = "InstanceType AcceleratorName AcceleratorCount vCPUs MemoryGiB Region SpotPrice Price GpuInfo".split()
+folder = Path.home() / ".sky" / "catalogs" / "v8"
+for cloud, gpus in names.items():
+    (folder / cloud).mkdir(parents=True, exist_ok=True)
+    with (folder / cloud / "vms.csv").open("w") as file:
+        rows = csv.writer(file)
+        zones = cloud == "runpod"  # Vast.ai's has none
+        rows.writerow(columns + ["AvailabilityZone"] * zones)
+        for gpu in gpus.split():
+            for cards in (1, 2, 4):
+                row = [f"{cards}x_{gpu}", gpu, cards, 8, 64, "CA", cards * .5, cards, "{}"]
+                rows.writerow(row + ["CA-MTL-1"] * zones)
+(folder / "common").mkdir(exist_ok=True)
+both = sorted({gpu for gpus in names.values() for gpu in gpus.split()})
+clouds = [[gpu, str([cloud for cloud in names if gpu in names[cloud].split()])] for gpu in both]
+csv.writer((folder / "common" / "accelerators.csv").open("w")).writerows([["AcceleratorName", "Clouds"], *clouds])
+here = skypilot_config.get_active_workspace()
+global_user_state.set_allowed_clouds(sky.check._get_workspace_allowed_clouds(here), here)
+global_user_state.set_enabled_clouds(list(names), CloudCapability.COMPUTE, here)
+found = []
+for line in Path(sys.argv[1]).read_text().splitlines():
+    read = command.launch.make_context("launch", shlex.split(line)[2:]).params
+    wanted = sky.Resources(infra=read["infra"], accelerators=read["gpus"], use_spot=read["use_spot"])
+    with sky.Dag() as dag:
+        task = sky.Task.from_yaml_config({"name": "x", "run": "true"})
+        task.set_resources(wanted)
+    try:
+        best = Optimizer.optimize(dag, quiet=True).tasks[0].best_resources
+        found.append([line, str(best.accelerators), read["cluster"], [key for key, _ in read["secret"]]])
+    except Exception as error:
+        found.append([line, f"{type(error).__name__}: {error}", "", []])
+print(json.dumps(found), file=shown)
+"""
 DSTACK = """
 import json, sys, yaml
 from dstack._internal.core.models.configurations import parse_run_configuration
@@ -42,12 +93,13 @@ print(json.dumps([read.type, read.name, sorted(read.env)]))
 """
 
 
-def read_by(environment: str, program: str, recipe: Path) -> Any:
-    """What the tool of `.venv-<environment>` reads in a recipe."""
+def read_by(environment: str, program: str, recipe: Path, home: Path | None = None) -> Any:
+    """What the tool of `.venv-<environment>` reads in a recipe. `home`: a folder for what the tool writes."""
     python = REPOSITORY / f".venv-{environment}" / "bin" / "python"
     if not (python.parent.parent / ".installed").is_file():
         pytest.skip(f".venv-{environment} is not here: `make test-foreign FOREIGN={environment}` makes it")
-    done = subprocess.run([python, "-c", program, recipe], capture_output=True, text=True, check=False)
+    variables = {**os.environ, "HOME": str(home or Path.home()), "ECHO2_TICKET": "a ticket"}
+    done = subprocess.run([python, "-c", program, recipe], capture_output=True, text=True, check=False, env=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -64,6 +116,30 @@ def test_skypilot_reads_the_task() -> None:
     assert {"ECHO2_MACHINE", "ECHO2_PRICE_USD_PER_HOUR"} <= set(variables)
     assert secrets == ["ECHO2_TICKET"]
     assert "RTX4090" in resources
+
+
+def test_skypilot_finds_each_machine_that_a_plan_would_rent(tmp_path: Path) -> None:
+    """Cards under our names were not there at RunPod ("H200" is "H200-SXM"), or were slower ones ("H100": PCIe)."""
+    rows = (
+        ("runpod", "any", "RTX-5090", 1, "RTX5090"),
+        ("runpod", "CA-MTL-1", "H100", 2, "H100-SXM"),
+        ("runpod", "CA", "H100-PCIe", 1, "H100"),
+        ("runpod", "any", "H200", 4, "H200-SXM"),
+        ("runpod", "any", "A100-80GB", 1, "A100-80GB"),
+        ("vastai", "any", "RTX-4090", 2, "RTX4090"),
+        ("vastai", "any", "B200", 1, "B200"),
+    )
+    commands = [
+        filled(rent_command(*row[:3], row[3], spot, 1.0), {"name": "one-1"}) for row in rows for spot in (True, False)
+    ]
+    shipped = [filled(offer.rent, {"name": offer.name}) for offer in market_offers(_read(SHIPPED), MachineFilter())]
+    assert sum(not command for command in shipped) == 1  # Vast.ai's A100 with 80 GB
+    (tmp_path / "commands").write_text("\n".join(command for command in [*commands, *shipped] if command))
+    found = read_by("skypilot", RENTING, tmp_path / "commands", tmp_path)
+    assert [entry for entry in found if "Error" in entry[1]] == []
+    expected = [str({row[4]: row[3]}) for row in rows for _ in (True, False)]
+    assert [entry[1] for entry in found[: len(expected)]] == expected
+    assert {tuple(entry[3]) for entry in found} == {("ECHO2_TICKET",)}
 
 
 def test_dstack_reads_the_task() -> None:

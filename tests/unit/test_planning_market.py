@@ -13,7 +13,8 @@ import pytest
 from echo2.cli import main
 from echo2.core.errors import UserError
 from echo2.planning import market
-from echo2.planning.market import MachineFilter, from_catalogue, known_prices, market_offers, rent_commands
+from echo2.planning.market import MachineFilter, from_catalogue, known_prices, market_offers
+from echo2.planning.renting import rent_command, rent_commands
 from first_plans import QWEN3_8B, write
 
 #: As gpuhunt gives them: name, memory, price, number, spot, region.
@@ -50,7 +51,7 @@ def test_a_catalogue_becomes_prices_of_gpus_that_are_known() -> None:
     assert offers["a10080gb-runpod-spot"].mean_life_hours > 0
     assert [one.name for one in market_offers(prices, MachineFilter(spot="yes"))] == ["a10080gb-runpod-spot"]
     norway = market_offers(prices, MachineFilter(region="norway"))
-    assert [(one.price_usd_per_hour, "--infra vast/Norway" in one.rent) for one in norway] == [(0.4, True)]
+    assert [(one.price_usd_per_hour, one.rent, one.release) for one in norway] == [(0.4, "", "")]
     assert [one.gpu for one in market_offers(prices, MachineFilter(gpus=("a100",)))] == ["A100-80GB"]
     assert {one.gpu for one in market_offers(prices, MachineFilter(memory_gb=45))} == {"A100-80GB", "RTX-A6000"}
     assert [one.name for one in market_offers(prices, MachineFilter(providers=("AWS", "vast")))] == ["a10040gb-aws"]
@@ -101,6 +102,31 @@ def test_a_plan_without_offers_file_uses_the_market_and_rents_it(
     out = capsys.readouterr().out
     assert "sky launch -d -y -c rtx5090-runpod-spot-$n --infra runpod --gpus RTX5090:1 --use-spot" in out
     assert "sky down -y rtx5090-runpod-spot-$n" in out
+
+
+@pytest.mark.parametrize(
+    ("provider", "region", "gpu", "names"),
+    [
+        ("runpod", "any", "RTX-4090", ("runpod", "RTX4090")),
+        ("runpod", "EU-RO-1", "H200", ("runpod/*/EU-RO-1", "H200-SXM")),
+        ("runpod", "CA", "H100", ("runpod/CA", "H100-SXM")),
+        ("runpod", "any", "H100-PCIe", ("runpod", "H100")),
+        ("aws", "us-east-1", "A100-40GB", ("aws/us-east-1", "A100")),
+        ("gcp", "us-east1-b", "A100-80GB", ("gcp/us-east1/us-east1-b", "A100-80GB")),
+        ("lambdalabs", "us-west-3", "RTX-A6000", ("lambda/us-west-3", "A6000")),
+        ("vastai", "any", "A100-80GB", None),  # there "A100" has 40 or 80 GB
+        ("vastai", "no-norway", "RTX-4090", None),  # and places have other names
+        ("aws", "any", "H100-PCIe", None),
+        ("cloudrift", "any", "RTX-4090", None),
+    ],
+)
+def test_skypilot_gets_its_own_names_and_no_command_where_it_has_none(
+    provider: str, region: str, gpu: str, names: tuple[str, str] | None
+) -> None:
+    command = rent_command(provider, region, gpu, 2, False, 1.5)
+    assert command.split(" --env ")[0] == (
+        f"sky launch -d -y -c {{name}} --infra {names[0]} --gpus {names[1]}:2 --no-use-spot" if names else ""
+    )
 
 
 def test_rent_commands_are_those_of_the_offers() -> None:

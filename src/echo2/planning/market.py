@@ -18,8 +18,8 @@ from typing import Any
 from echo2.config.offers import COUNT_MAX, Offer
 from echo2.config.rundir import write_atomically
 from echo2.core.errors import UserError, write_failed
-from echo2.head.fleet.machines import filled
 from echo2.planning.gpus import GPUS, several
+from echo2.planning.renting import rent_command
 
 #: Written by hand from pages of two providers' prices (docs/what-will-it-cost.md).
 SHIPPED = Path(__file__).with_name("market.csv")
@@ -30,10 +30,6 @@ COUNT = 64
 SPOT_LIFE_HOURS, SPOT_REPLACE_SECONDS, SPOT_RELIABILITY = 4.0, 600.0, 0.98
 #: Mbit/s of machines with GPUs for games, which stand anywhere, and of others.
 HOME_MBPS, CENTRE_MBPS = 100.0, 1000.0
-#: Arguments of a worker whose cards sample together (docs/engines.md); its machine needs vLLM.
-TOGETHER = "--engine vllm --device cuda --engine-args=--tensor-parallel-size={}"
-#: SkyPilot's names of providers that gpuhunt calls otherwise.
-_SKYPILOT = {"vastai": "vast", "lambdalabs": "lambda"}
 #: A GPU is the one of that name if its memory is, by this share.
 _SAME_MEMORY = 0.1
 
@@ -139,7 +135,7 @@ def _known_name(name: str, memory_gb: float) -> str:
 
 
 def market_offers(prices: Sequence[Price], machine_filter: MachineFilter) -> list[Offer]:
-    """Return the cheapest machine of each provider, GPU, and spot or not, as an offer that SkyPilot can rent.
+    """Return the cheapest machine of each provider, GPU, and spot or not, as an offer that SkyPilot rents if it can.
 
     Raises:
         UserError: nothing is left.
@@ -159,31 +155,26 @@ def market_offers(prices: Sequence[Price], machine_filter: MachineFilter) -> lis
             f"{', '.join(sorted({one.gpu for one in prices}))} of "
             f"{', '.join(sorted({one.provider for one in prices}))}."
         )
-    return [_offer(one, machine_filter.count, cards) for (*_, cards), one in cheapest.items()]
+    return [_offer(one, machine_filter, cards) for (*_, cards), one in cheapest.items()]
 
 
-def _offer(one: Price, count: int, cards: int) -> Offer:
-    kind = one.gpu.replace("RTX-", "RTX")
-    where = _SKYPILOT.get(one.provider, one.provider) + ("" if one.region == "any" else f"/{one.region}")
-    spot = "--use-spot" if one.spot else "--no-use-spot"
+def _offer(one: Price, wanted: MachineFilter, cards: int) -> Offer:
     mbps = HOME_MBPS if one.gpu.startswith("RTX") else CENTRE_MBPS
     times, usd = f"{cards}x" if cards > 1 else "", cards * one.usd_per_hour
     name = f"{times}{one.gpu.lower().replace('-', '')}-{one.provider}" + ("-spot" if one.spot else "")
-    together = f'--env ECHO2_WORKER_ARGS="{TOGETHER.format(cards)}" ' if cards > 1 else ""
+    rent = rent_command(one.provider, one.region if wanted.region else "any", one.gpu, cards, one.spot, usd)
     return Offer(
         name=name,
         price_usd_per_hour=usd,
         gpu=times + one.gpu,
-        count=count,
+        count=wanted.count,
         up_mbps=mbps,
         down_mbps=mbps,
         reliability=SPOT_RELIABILITY if one.spot else 1.0,
         mean_life_hours=SPOT_LIFE_HOURS if one.spot else 0.0,
         replace_seconds=SPOT_REPLACE_SECONDS,
-        rent=f"sky launch -d -y -c {{name}} --infra {where} --gpus {kind}:{cards} {spot} --env "
-        f"ECHO2_MACHINE={{name}} --env ECHO2_PRICE_USD_PER_HOUR={usd:g} {together}--secret ECHO2_TICKET "
-        "launch/skypilot.yaml",
-        release="sky down -y {name}",
+        rent=rent,
+        release="sky down -y {name}" if rent else "",
     )
 
 
@@ -217,20 +208,3 @@ def _write(path: Path, prices: Sequence[Price]) -> None:
     for one in prices:
         writer.writerow((one.seen, one.provider, one.region, one.gpu, one.usd_per_hour, "yes" if one.spot else "no"))
     write_atomically(path, text.getvalue())
-
-
-def rent_commands(offers: Sequence[Offer], machines: dict[str, int]) -> str:
-    """Return the commands that rent exactly these machines, and those that give them back."""
-    lines, back = ['export ECHO2_TICKET="$(cat outputs/RUN/ticket)"'], []
-    for offer in offers:
-        if not (count := machines.get(offer.name, 0)):
-            continue
-        loop = f"for n in $(seq {count}); do"
-        name = f"{offer.name}-$n"
-        if offer.rent:
-            values = {"name": name, "offer": offer.name, "ticket": '"$ECHO2_TICKET"'}
-            lines.append(f"{loop} {filled(offer.rent, values)}; done")
-            back.append(f"{loop} {filled(offer.release, values)}; done")
-        else:
-            lines.append(f"# {count} x {offer.name}: on each of them, `bash launch/worker.sh` (docs/launch.md)")
-    return "\n".join([*lines, *(["# and back:", *back] if back else [])])

@@ -21,11 +21,12 @@ from echo2.planning import here
 from echo2.planning.chosen_learner import with_learner
 from echo2.planning.disk_and_network import DiskAndNetwork, PlannedFleet, disk_and_network_table, kept_and_sent
 from echo2.planning.first_plan import Basis, Range, answer_tokens, open_range, range_in_words
-from echo2.planning.market import refresh, rent_commands
+from echo2.planning.market import refresh
 from echo2.planning.memory_needs import DoesNotFitError, Needs, needs_as_dict, needs_table
 from echo2.planning.plan import NoPlanError, Plan, by_staleness, make_plan
 from echo2.planning.plan_inputs import PastRun, PlanInputs, read_past_run
 from echo2.planning.plan_request import MARKET, configured, ready
+from echo2.planning.renting import rent_commands
 from echo2.planning.simulate import rehearse
 from echo2.planning.ways_out import way_out, way_out_here
 
