@@ -100,3 +100,24 @@ def test_a_device_that_is_not_here_is_refused_in_a_line_that_names_others(name: 
     with pytest.raises(UserError, match=f"device '{name}' cannot be used.*mps on a Mac, xpu with Intel") as refused:
         devices.pick_device(name)
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="malloc_trim is glibc's")
+def test_only_large_weights_give_freed_memory_back() -> None:
+    """Small ones are there again in a moment, and each page that was given back is a fault then."""
+    program = """
+import os
+from pathlib import Path
+from echo2.core.devices import KEPT_FREE_BYTES, return_freed_memory
+def resident(): return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
+blocks = [bytearray(60_000) for _ in range(2000)]
+last = bytearray(60_000)  # malloc gives back what is free at the end by itself
+before = resident()
+blocks.clear()
+for num_bytes in (0, KEPT_FREE_BYTES - 1, KEPT_FREE_BYTES):
+    return_freed_memory(num_bytes)
+    print(before - resident() >= 100, end=" ")
+"""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "PYTHONMALLOC": "malloc"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["False", "False", "True"]

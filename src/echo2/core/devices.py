@@ -31,6 +31,8 @@ MEMORY_IS_FULL = (
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 #: M_MMAP_THRESHOLD of malloc.h.
 MALLOC_MMAP_THRESHOLD = -3
+#: Weights of fewer bytes than this leave what they free with malloc.
+KEPT_FREE_BYTES = 64 << 20
 #: Characters of torch's reason why a device cannot be used: it may list all kernels.
 ERROR_CHARS = 200
 NO_TORCH = "This command computes with torch, which is not installed here: pip install 'echo2[train]'."
@@ -98,9 +100,12 @@ def map_large_blocks() -> None:
         libc.mallopt(MALLOC_MMAP_THRESHOLD, 1 << 18)
 
 
-def return_freed_memory() -> None:
-    """Give what was freed, and glibc's malloc keeps for later, back to the system. Between two sets of weights that is
-    as much as another set."""
+def return_freed_memory(num_bytes: int) -> None:
+    """Give what was freed, and glibc's malloc keeps for later, back to the system. Between two sets of weights of
+    `num_bytes` that is as much as another set. Small sets stay: the process would soon ask for their pages again, which
+    took a tenth of the demo's worker."""
+    if num_bytes < KEPT_FREE_BYTES:
+        return
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 

@@ -164,7 +164,7 @@ class WorkerWeights:
         try:
             await self._loading.run(self._take, manifest)
             pause = await load(self.content.snapshot())
-            await self._loading.run(return_freed_memory)  # of the weights before
+            await self._loading.run(return_freed_memory, manifest.tensor_bytes)  # of the weights before
         except (OutOfMemoryError, MemoryError) as error:
             log.warning("no room for snapshot %s: %s", payload, error)
             self._dispatch(ev.SnapshotTooLarge(payload, str(error)))
@@ -178,7 +178,7 @@ class WorkerWeights:
 
     def _take(self, manifest: Manifest) -> None:
         self.content.take(manifest)
-        return_freed_memory()  # of the segments that were applied
+        return_freed_memory(manifest.tensor_bytes)  # of the segments that were applied
 
     async def reload(self, load: Callable[[Snapshot], Awaitable[float]]) -> SnapshotRef | None:
         """Load the content that an earlier process installed. Return its snapshot, or None if it is not usable."""
