@@ -182,13 +182,14 @@ def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Rollo
 
 def delivery(lease: wire.Lease, samples: Iterable[wire.Rollout], **fields: Any) -> wire.Delivery:
     values = {
-        "lease_id": lease.lease_id,
         "policy": lease.policy,
         "kind": lease.kind,
         "number": lease.number,
         "lineage": 1,
+        "generate_seconds": 0.01,
+        **{name: fields.pop(name) for name in set(fields) - {"lease_id", "rewards", "rows", "lost"}},
     }
-    return wire.Delivery(**{**values, "rollouts": list(samples), "generate_seconds": 0.01, **fields})
+    return wire.Delivery(**{"lease_id": lease.lease_id, "group": {**values, "rollouts": samples}, **fields})
 
 
 #: The longest duration that a message may hold, nearly.

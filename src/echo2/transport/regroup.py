@@ -30,7 +30,7 @@ def samples_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout,
             "malformed", f"{len(lost)} of {leased} rollouts of a {lease.group.kind} group are reported lost"
         )
     gone = tuple(LostRollout(one.sample, "environment_failed", one.detail) for one in message.lost)
-    samples, num_rows = sorted(set(leased) - set(lost)), len(message.rollouts)
+    samples, num_rows = sorted(set(leased) - set(lost)), len(message.group.rollouts)
     rows = message.rows or [1] * num_rows
     if len(rows) != len(samples):
         got = f"{len(rows)}{f', and {len(lost)} lost' if lost else ''}"
@@ -38,7 +38,7 @@ def samples_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout,
     if sum(rows) != num_rows or min(rows) < 1 or max(rows) > limits.ROWS_MAX:
         problem = f"rollouts of {list(rows[:10])} rows; {num_rows} rows are there, {limits.ROWS_MAX} may be"
         raise PeerError("malformed", problem)
-    lengths = iter([len(row.loss_mask) for row in message.rollouts])
+    lengths = iter([len(row.loss_mask) for row in message.group.rollouts])
     if (longest := max(sum(islice(lengths, count)) for count in rows)) > limits.TOKENS_MAX:
         raise PeerError("oversized", f"the rows of a rollout have {longest} tokens; the limit is {limits.TOKENS_MAX}")
     return gone, tuple(sample for sample, count in zip(samples, rows, strict=True) for _ in range(count))

@@ -426,8 +426,7 @@ class WorkerProcess:
                 batch, size = wire.Deliveries(), 0
                 while self._outgoing and (size < DELIVER_BYTES or not batch.items):
                     command = self._outgoing.popleft()
-                    batch.items.append(messages.encode_delivery(command.lease_id, command.result))
-                    size += batch.items[-1].ByteSize()
+                    size += messages.encode_delivery(command.lease_id, command.result, batch).ByteSize()
                 await self._send(batch)
         finally:
             self._delivering = False

@@ -279,7 +279,7 @@ class Service:
         event: _Result
         try:
             if held is None or held[0] != peer.peer_id:  # not read: the planner refuses it, and says why
-                return ev.GroupDelivered(peer.peer_id, lease_id, messages.group_ref(delivery), 0, 0, 0, 0)
+                return ev.GroupDelivered(peer.peer_id, lease_id, messages.group_ref(delivery.group), 0, 0, 0, 0)
             event = await head.deliveries.read(peer.peer_id, held[1], delivery)
         except UserError as error:  # reported as if the environment had failed at the worker
             event = ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error), traceback_of(error))
