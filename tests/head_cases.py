@@ -21,7 +21,7 @@ from echo2.head.serve.head import Head
 from echo2.head.serve.service import Service
 from echo2.head.store.mirror import Mirror
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import Peer
+from echo2.transport.base import Peer, parse
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.messages import parse_group
@@ -127,7 +127,7 @@ class OpenHead:
     async def _learn(self) -> None:
         wanted = wire.TakeGroups(step=self.head.planner.training.version, epoch=self.epoch)
         async for fed in self.service.learner.take_groups(LEARNER, wanted):
-            self.fed.extend(map(parse_group, wire.FedGroups.FromString(fed).groups))
+            self.fed.extend(map(parse_group, parse(wire.FedGroups, fed).groups))
 
     @contextlib.asynccontextmanager
     async def attending(self, name: str = "w-1", version: int = 0, **more: Any) -> AsyncIterator[list[wire.Lease]]:
