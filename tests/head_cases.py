@@ -73,8 +73,8 @@ class OpenHead:
         self._mirror = Mirror.open(rundir, *config.head.store_place) if config.head.store else None
         identity = RunIdentity.create_or_load(rundir.identity)
         self.head = await Head.open(rundir, config, identity, HeadEffects, self._mirror)
-        if self._mirror is not None and self.head.kept is not None:
-            self.head.kept.keep_files()
+        if self._mirror is not None and self.head.contents is not None:
+            self.head.contents.keep_files()
             self._tasks.append(asyncio.ensure_future(self._mirror.run(self.head.ending.fail)))
         self.service = Service(self.head)
         version = self.head.planner.training.version

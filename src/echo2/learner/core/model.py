@@ -306,7 +306,7 @@ class Policy:
     def stored_dtype(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype that a stored tensor has in a model of `dtype`; None: that of the weights. What transformers
         keeps in float32 in a model of 16 bits stays so."""
-        return None if dtype in HALVES and name in self.layout.kept else dtype
+        return None if dtype in HALVES and name in self.layout.float32_names else dtype
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
         """Return all tensors of the model by stored name, as bytes that are read on demand. Floating-point weights are
