@@ -178,7 +178,7 @@ class TorchDecoder:
         return current[0] if current else None
 
     @property
-    def held(self) -> tuple[SnapshotRef, ...]:
+    def held_refs(self) -> tuple[SnapshotRef, ...]:
         return tuple(one[0] for one in (self._current, self._before) if one is not None)
 
     @property

@@ -118,11 +118,11 @@ def plain(message: Any) -> Json:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise bad("a message has no role")
-    given = {name: value for name, value in message.items() if value is not None}
-    if calls := given.get("tool_calls"):
-        given["tool_calls"] = list(map(_with_arguments, calls if isinstance(calls, list) else [calls]))
+    fields = {name: value for name, value in message.items() if value is not None}
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = list(map(_with_arguments, calls if isinstance(calls, list) else [calls]))
     role = "system" if message["role"] == "developer" else message["role"]
-    return {**given, "role": role, "content": _text(message.get("content"))}
+    return {**fields, "role": role, "content": _text(message.get("content"))}
 
 
 def message_of(text: str, has_tools: bool, call_number: int) -> Json:

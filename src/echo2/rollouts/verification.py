@@ -43,7 +43,7 @@ class PrefillEngine(Protocol):
     """An engine that can check rollouts: those of this package can, token servers cannot."""
 
     @property
-    def held(self) -> tuple[SnapshotRef, ...]:
+    def held_refs(self) -> tuple[SnapshotRef, ...]:
         """The snapshots that it can check under."""
 
     async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
@@ -147,7 +147,7 @@ async def check_group(
     if group.lineage != ref.lineage or group.logged:  # its versions mean other weights, or none
         return verdict([], num_sampled, TOLERANCES[32])
     draws, is_from_stream = is_from_stream, is_from_stream and shows_turns(assignment)
-    held_versions = {one.version for one in engine.held if one.history == ref.history}
+    held_versions = {one.version for one in engine.held_refs if one.history == ref.history}
     group = unpacked(group)
     readings = [list(readings_of(assignment, rollout, held_versions)) for rollout in group.rollouts]
     requests = [replace(one.request, form=form) for of_rollout in readings for one in of_rollout]
