@@ -1,5 +1,5 @@
-"""Counts the house: files, lines of code, small files, files that one other imports, circles, files on three paths, and
-seconds of CI by target, if `.ci/run` has run in the checkout.
+"""Counts the house: files, lines by kind and by room, small files, files that one other imports, circles, files on
+three paths, and seconds of CI by target, if `.ci/run` has run in the checkout.
 
     python benchmarks/count_house.py [TREE] [--run]
 
@@ -82,17 +82,22 @@ def modules(tree: Path) -> dict[str, Path]:
     }
 
 
-def code_lines(text: str) -> int:
-    """Lines with a token that is no comment and no docstring."""
-    found: set[int] = set()
-    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+def by_kind(text: str) -> Counter[str]:
+    """The number of lines with code (a token that is no comment and no docstring), and of the others: of docstrings,
+    comments alone, and nothing."""
+    code, comments, docstrings = set[int](), set[int](), set[int]()
+    silent = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in silent:
-            found.update(range(token.start[0], token.end[0] + 1))
+            lines = comments if token.type == tokenize.COMMENT else code
+            lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(found)
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    code -= docstrings
+    comments -= code | docstrings
+    counts = Counter(code=len(code), docstrings=len(docstrings), comments=len(comments))
+    return counts + Counter(blank=text.count("\n") - counts.total())
 
 
 def code_of(text: str) -> str:
@@ -208,7 +213,10 @@ def count(tree: Path) -> dict[str, Any]:
     knows = {module: imported(module, path, known) for module, path in known.items()}
     importers = Counter(other for others in knows.values() for other in others)
     is_service = {module: module.startswith(("echo2_service", "echo2.service")) for module in known}
-    lines = {module: code_lines(text) for module, text in texts.items()}
+    lines = {module: by_kind(text) for module, text in texts.items()}
+    rooms: dict[str, Counter[str]] = {}
+    for module, counts in lines.items():
+        rooms.setdefault(room_of(module), Counter()).update(counts)
     topics, code = {}, {module: code_of(text) for module, text in texts.items()}
     for name, words in TOPICS.items():
         files = [module for module in known if re.search(words, code[module])]
@@ -221,12 +229,18 @@ def count(tree: Path) -> dict[str, Any]:
     return {
         "files": {"core": len(known) - sum(is_service.values()), "service": sum(is_service.values())},
         "code_lines": {
-            "core": sum(count for module, count in lines.items() if not is_service[module]),
-            "service": sum(count for module, count in lines.items() if is_service[module]),
+            "core": sum(counts["code"] for module, counts in lines.items() if not is_service[module]),
+            "service": sum(counts["code"] for module, counts in lines.items() if is_service[module]),
         },
         "lines": {
             "core": sum(text.count("\n") for module, text in texts.items() if not is_service[module]),
             "service": sum(text.count("\n") for module, text in texts.items() if is_service[module]),
+        },
+        "lines_by_kind": {
+            "all but the service": sum(
+                (counts for module, counts in lines.items() if not is_service[module]), Counter()
+            ),
+            **dict(sorted(rooms.items(), key=lambda item: -item[1].total())),
         },
         f"files_below_{SMALL_LINES}_lines": sum(text.count("\n") < SMALL_LINES for text in texts.values()),
         "files_imported_by_one": sum(count == 1 for count in importers.values()),

@@ -21,7 +21,7 @@ from echo2.head.serve.head import Head
 from echo2.head.serve.service import Service
 from echo2.head.store.mirror import Mirror
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import Peer
+from echo2.transport.base import Peer, parse
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.messages import parse_group
@@ -73,8 +73,8 @@ class OpenHead:
         self._mirror = Mirror.open(rundir, *config.head.store_place) if config.head.store else None
         identity = RunIdentity.create_or_load(rundir.identity)
         self.head = await Head.open(rundir, config, identity, HeadEffects, self._mirror)
-        if self._mirror is not None and self.head.kept is not None:
-            self.head.kept.keep_files()
+        if self._mirror is not None and self.head.contents is not None:
+            self.head.contents.keep_files()
             self._tasks.append(asyncio.ensure_future(self._mirror.run(self.head.ending.fail)))
         self.service = Service(self.head)
         version = self.head.planner.training.version
@@ -127,7 +127,7 @@ class OpenHead:
     async def _learn(self) -> None:
         wanted = wire.TakeGroups(step=self.head.planner.training.version, epoch=self.epoch)
         async for fed in self.service.learner.take_groups(LEARNER, wanted):
-            self.fed.extend(map(parse_group, wire.FedGroups.FromString(fed).groups))
+            self.fed.extend(map(parse_group, parse(wire.FedGroups, fed).groups))
 
     @contextlib.asynccontextmanager
     async def attending(self, name: str = "w-1", version: int = 0, **more: Any) -> AsyncIterator[list[wire.Lease]]:
@@ -182,13 +182,14 @@ def sample(tokens: Iterable[int], version: int = 0, **fields: Any) -> wire.Rollo
 
 def delivery(lease: wire.Lease, samples: Iterable[wire.Rollout], **fields: Any) -> wire.Delivery:
     values = {
-        "lease_id": lease.lease_id,
         "policy": lease.policy,
         "kind": lease.kind,
         "number": lease.number,
         "lineage": 1,
+        "generate_seconds": 0.01,
+        **{name: fields.pop(name) for name in set(fields) - {"lease_id", "rewards", "rows", "lost"}},
     }
-    return wire.Delivery(**{**values, "rollouts": list(samples), "generate_seconds": 0.01, **fields})
+    return wire.Delivery(**{"lease_id": lease.lease_id, "group": {**values, "rollouts": samples}, **fields})
 
 
 #: The longest duration that a message may hold, nearly.

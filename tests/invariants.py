@@ -235,7 +235,7 @@ def check_broadcast(broadcast: Broadcast) -> None:
         for source in plan.children:
             if source in broadcast.suspects or source in plan.unusable:
                 raise InvariantError(f"{source} still serves {plan.payload}")
-    if len(broadcast.plans) > MAX_PLANS or not set(broadcast.held) <= set(broadcast.members):
+    if len(broadcast.plans) > MAX_PLANS or not set(broadcast.holdings) <= set(broadcast.members):
         raise InvariantError("plans or holders that should have been forgotten")
 
 

@@ -175,7 +175,6 @@ def loss_tokens(
         weight_n=torch.ones(len(behaviour), dtype=torch.float64),
         reference_n=torch.tensor(reference or zeros, dtype=torch.float64),
         teacher_n=torch.tensor(teacher or zeros, dtype=torch.float64),
-        top_tokens_nk=torch.zeros(top[0].shape, dtype=torch.long),
         top_teacher_nk=top[0],
         top_policy_nk=top[1],
         entropy_n=torch.ones(len(behaviour), dtype=torch.float64),

@@ -297,8 +297,8 @@ def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
     for item in items:
         if leases and getattr(item, "lease_id", STAND_INS) < STAND_INS:
             item.lease_id, group = leases[item.lease_id % len(leases)]
-            if isinstance(item, wire.Delivery) and item.number < STAND_INS:
-                item.kind, item.number = group.kind, group.number
+            if isinstance(item, wire.Delivery) and item.group.number < STAND_INS:
+                item.group.kind, item.group.number = group.kind, group.number
     return message
 
 

@@ -91,8 +91,8 @@ def assignment(is_chat: bool) -> Assignment:
 
 
 def _read_delivery(message: wire.Delivery) -> None:
-    messages.group_ref(message)
-    lease = replace(_LEASE, num_samples=max(1, len(message.rollouts)))
+    messages.group_ref(message.group)
+    lease = replace(_LEASE, num_samples=max(1, len(message.group.rollouts)))
     found = messages.decode_delivery(message, lease, array("i", [1, 2]), PEER.peer_id)
     again = messages.decode_delivery(messages.encode_delivery(4, found), lease, array("i", [1, 2]), PEER.peer_id)
     assert again.rollouts == found.rollouts

@@ -143,12 +143,14 @@ class FakeWorker:
             await asyncio.sleep(self._options.sampling_seconds * self._random.uniform(0.5, 1.5))
             delivery = wire.Delivery(
                 lease_id=lease.lease_id,
-                policy=lease.policy,
-                kind=lease.kind,
-                number=lease.number,
-                lineage=1,
-                rollouts=self._samples,
-                generate_seconds=self._options.sampling_seconds,
+                group={
+                    "policy": lease.policy,
+                    "kind": lease.kind,
+                    "number": lease.number,
+                    "lineage": 1,
+                    "rollouts": self._samples,
+                    "generate_seconds": self._options.sampling_seconds,
+                },
             )
             while lease.lease_id in self._held:
                 began = time.time()

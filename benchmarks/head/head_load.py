@@ -150,12 +150,14 @@ async def attend(link: GrpcLink, installed: wire.SnapshotId, options: argparse.N
         items = [
             wire.Delivery(
                 lease_id=lease.lease_id,
-                policy=lease.policy,
-                kind=lease.kind,
-                number=lease.number,
-                lineage=1,
-                rollouts=samples,
-                generate_seconds=0.001,
+                group={
+                    "policy": lease.policy,
+                    "kind": lease.kind,
+                    "number": lease.number,
+                    "lineage": 1,
+                    "rollouts": samples,
+                    "generate_seconds": 0.001,
+                },
             )
             for lease in order.leases.leases
         ]

@@ -110,11 +110,11 @@ class ToyEngine:
     """A `PrefillEngine` of the toy policy. `num_read`: tokens read so far."""
 
     def __init__(self, held: tuple[SnapshotRef, ...]) -> None:
-        self.held, self.num_read = held, 0
+        self.held_refs, self.num_read = held, 0
 
     async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
         """See `PrefillEngine.prefill`. Also takes requests as they were before swaps were replayed."""
-        known = {one.version for one in self.held if one.history == ref.history}
+        known = {one.version for one in self.held_refs if one.history == ref.history}
         found = []
         for request in requests:
             reads = getattr(request, "reads", ((0, ref.version),))

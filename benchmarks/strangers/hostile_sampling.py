@@ -407,7 +407,7 @@ async def outcome(
 
 async def with_true_logprobs(reader: Any, assignment: Assignment, group: RolloutGroup) -> RolloutGroup:
     """As a worker computes them who knows the weights."""
-    versions = {one.version for one in reader.held}
+    versions = {one.version for one in reader.held_refs}
     read = [list(readings_of(assignment, one, versions)) for one in group.rollouts]
     found = await reader.prefill(SnapshotRef(RUN_POLICY, 1, 0), [reading.request for (reading,) in read])
     logprobs = [array("f", one.logprobs.clip(max=0.0).tolist()) for one in found]

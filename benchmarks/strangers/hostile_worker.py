@@ -32,7 +32,7 @@ def logprob(value: float, share: float = 0.0) -> Lie:
     """One token a group (or this share of all tokens) is said to have had this logprob."""
 
     def lie(delivery: wire.Delivery, source: random.Random) -> None:
-        for number, rollout in enumerate(delivery.rollouts):
+        for number, rollout in enumerate(delivery.group.rollouts):
             values = array("f", rollout.logprobs)
             for place in range(len(values)):
                 if (share and source.random() < share) or (not share and number == place == 0):
@@ -46,8 +46,8 @@ def random_tokens(delivery: wire.Delivery, source: random.Random) -> None:
     """Half the tokens are drawn by dice from those of the group, the last of each rollout aside; the logprobs are those
     of what the policy had drawn.
     """
-    pool = [token for rollout in delivery.rollouts for token in array("i", rollout.tokens)[:-1]]
-    for rollout in delivery.rollouts:
+    pool = [token for rollout in delivery.group.rollouts for token in array("i", rollout.tokens)[:-1]]
+    for rollout in delivery.group.rollouts:
         tokens = array("i", rollout.tokens)
         for place in range(len(tokens) - 1):
             if source.random() < 0.5:
@@ -57,13 +57,13 @@ def random_tokens(delivery: wire.Delivery, source: random.Random) -> None:
 
 def copies(delivery: wire.Delivery, source: random.Random) -> None:
     """One rollout, as often as the group has places."""
-    for rollout in delivery.rollouts[1:]:
-        rollout.CopyFrom(delivery.rollouts[0])
+    for rollout in delivery.group.rollouts[1:]:
+        rollout.CopyFrom(delivery.group.rollouts[0])
 
 
 def wide_support(delivery: wire.Delivery, source: random.Random) -> None:
     """The first token was drawn from four million candidates."""
-    rollout = delivery.rollouts[0]
+    rollout = delivery.group.rollouts[0]
     first, rest = rollout.tokens[:4], array("i", rollout.tokens)[1:]
     rollout.support_tokens = first * WIDE_SUPPORT + rest.tobytes()
     rollout.support_offsets = array("i", [0, *range(WIDE_SUPPORT, WIDE_SUPPORT + len(rest) + 1)]).tobytes()
@@ -71,20 +71,20 @@ def wide_support(delivery: wire.Delivery, source: random.Random) -> None:
 
 def versions(delivery: wire.Delivery, source: random.Random) -> None:
     """Sampled with a version that does not exist."""
-    for rollout in delivery.rollouts:
+    for rollout in delivery.group.rollouts:
         rollout.version_spans[0].version += 1000
 
 
 def endless(delivery: wire.Delivery, source: random.Random) -> None:
     """Far more tokens than were leased."""
-    rollout = delivery.rollouts[0]
+    rollout = delivery.group.rollouts[0]
     rollout.tokens, rollout.logprobs = rollout.tokens * 10_000, rollout.logprobs * 10_000
     rollout.loss_mask = rollout.loss_mask * 10_000
 
 
 def empty(delivery: wire.Delivery, source: random.Random) -> None:
     """Nothing at all."""
-    delivery.ClearField("rollouts")
+    delivery.group.ClearField("rollouts")
 
 
 LIES: dict[str, Lie] = {
@@ -158,7 +158,7 @@ class Searched(worker.WorkerProcess):
             self.tokens(delivery, self.source)
         if self.shift:
             logprob(-self.shift, 0.5)(delivery, self.source)
-        for rollout in delivery.rollouts:
+        for rollout in delivery.group.rollouts:
             rollout.ClearField("support_tokens")  # top-p in secret
             rollout.ClearField("support_offsets")
             first, length = rollout.version_spans[0].version, len(rollout.loss_mask)

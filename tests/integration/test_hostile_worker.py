@@ -47,12 +47,13 @@ BAD_HELLOS = [
         )
     ),
 ]
+GROUP = {"policy": "policy", "kind": "train"}
 PAYLOAD = wire.PayloadId(ref=wire.SnapshotId(policy="policy", lineage=7, version=99))
 BAD_CALLS: list[tuple[str, Any]] = [
     ("Report", wire.WorkerReport(installed=wire.SnapshotId(policy="policy", version=HUGE))),
     ("Report", wire.WorkerReport(pause_seconds=math.nan)),
     ("FailLease", wire.LeaseFailed(lease_id=HUGE, reason="busy")),
-    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, policy="policy", kind="train")])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=HUGE, group=GROUP)])),
     ("Deliver", wire.Deliveries(items=[wire.Delivery()] * 5000)),
     ("FetchManifest", wire.ManifestRequest(policy="policy", lineage=HUGE, version=HUGE)),
     (
@@ -75,7 +76,7 @@ ODD_CALLS: list[tuple[str, Any]] = [
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="corrupt", failed_source="w-0123456789")),
     ("FailLease", wire.LeaseFailed(lease_id=1, reason="no such reason", detail="a" * 1_000_000)),
     ("FailLease", wire.LeaseFailed(lease_id=2**53, reason="busy")),
-    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, policy="policy", kind="train", number=2**53)])),
+    ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=2**53, group={**GROUP, "number": 2**53})])),
     ("Deliver", wire.Deliveries(items=[wire.Delivery(lease_id=1)])),
 ]
 
@@ -121,7 +122,7 @@ async def claim_and_send_junk(ticket: str, state: Path) -> tuple[int, float]:
         protocol=limits.PROTOCOL_VERSION, slots=4096, engine="compact", held_leases=range(1, 10_001)
     )
     claims.host, claims.pid = "\x1b[2J", 2**31
-    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, policy="policy", kind="train")] * 20)
+    junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, group=GROUP)] * 20)
     begin, num_attended, refusals = time.monotonic(), 0, list[str]()
     while len(refusals) < 20 and num_attended < 100:
         try:

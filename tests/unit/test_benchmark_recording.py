@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from count_copies import Finder
-from count_house import floors, settings
+from count_house import by_kind, floors, settings
 from recording import HERE, child_environment, last, output_of, there
 
 #: Other benchmarks start these, with one argument in JSON.
@@ -68,6 +68,12 @@ def test_a_copy_is_memory_and_a_view_is_none() -> None:
     for found in (wide, wide[7:]):
         finder._find(found, "place", 0)
     assert len(finder.copies) == 5
+
+
+def test_lines_are_counted_by_kind() -> None:
+    text = '"""What\nit is."""\n\nA = 1  # one\n# two\nB = """\n\n"""\n\n\ndef f():\n    """It."""\n    return A\n'
+    assert by_kind(text) == {"code": 6, "docstrings": 3, "comments": 1, "blank": 3}
+    assert by_kind("") == {}
 
 
 def test_floors_are_the_longest_chain_of_rooms() -> None:

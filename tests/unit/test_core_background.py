@@ -229,7 +229,7 @@ def test_the_failure_that_ends_a_process_is_heard_whatever_ends_its_block(
             ending.fail(LinkError("expected"))
             ending.fail(later)
             try:
-                await ending.told
+                await ending.outcome
             finally:
                 if last is not None:
                     raise last
@@ -253,7 +253,7 @@ def test_a_process_that_ends_by_itself_logs_nothing_and_what_fails_after_it_is_l
             pass
         assert caplog.records == []
         given_up.fail(failure)
-        return await ending.told
+        return await ending.outcome
 
     assert asyncio.run(run()) == "the run is over"
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [failure]

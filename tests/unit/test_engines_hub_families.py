@@ -168,7 +168,7 @@ def test_adapters(family: str, tmp_path: Path) -> None:
     half = load_trained(replace(config, model=replace(config.model, snapshot_dtype="bfloat16")), "cpu")
     assert isinstance(half, Adapter)
     wide = {name for name, tensor in half.base.snapshot.tensors.items() if tensor.dtype == "F32"}
-    assert wide == policy.base.policy.layout.kept
+    assert wide == policy.base.policy.layout.float32_names
 
 
 @pytest.mark.parametrize("family", EXPERTS)

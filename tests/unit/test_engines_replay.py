@@ -65,7 +65,7 @@ class Library(TorchDecoder):
         return seconds
 
     @property
-    def held(self) -> tuple[SnapshotRef, ...]:
+    def held_refs(self) -> tuple[SnapshotRef, ...]:
         return tuple(self._shelf)
 
     def _held(self, ref: SnapshotRef, form: str = "") -> Model:
@@ -336,7 +336,7 @@ def test_tokens_behind_weights_that_are_gone_are_skipped_and_those_before_are_ju
     with pytest.raises(PeerError, match="does not hold"):  # from now on it keeps the weights before
         judged(engine, leased(0), sampled(swapping("compact", {}, weights(5)), leased(0))[0])
     decoder.load(weights(1))
-    assert [one.version for one in engine.held] == [1, 0]
+    assert [one.version for one in engine.held_refs] == [1, 0]
     asked = leased(4, num_samples=8)
     (group,) = sampled(swapping("compact", {4: weights(1), 9: weights(2)}, weights(0)), asked)
     verdict = judged(engine, asked, group)

@@ -55,7 +55,6 @@ def test_the_examples_loss_equals_the_frameworks_ppo(example: ModuleType, seed: 
         weight_n=torch.ones(count, dtype=torch.float64),
         reference_n=nothing,
         teacher_n=nothing,
-        top_tokens_nk=index[:, None][:, :0],
         top_teacher_nk=nothing[:, None][:, :0],
         top_policy_nk=nothing[:, None][:, :0],
         entropy_n=nothing,

@@ -169,7 +169,9 @@ def test_a_restarted_head_knows_what_a_group_keeps_and_lacks(tmp_path: Path) -> 
 def test_lost_rollouts_that_were_not_leased_or_all_of_them_are_malformed(numbers: list[int]) -> None:
     lease = Lease(1, GroupRef(RUN_POLICY, "train", 0), 0, 0, 4, 0, None, 9.0, 9.0, 1)
     gone = [wire.Lost(sample=one) for one in numbers]
-    sent = wire.Delivery(lease_id=1, policy=RUN_POLICY, kind="train", rollouts=[sample([5])] * 2, lost=gone)
+    sent = wire.Delivery(
+        lease_id=1, group={"policy": RUN_POLICY, "kind": "train", "rollouts": [sample([5])] * 2}, lost=gone
+    )
     with pytest.raises(PeerError, match="lost"):
         decode_delivery(sent, lease, array("i", [5]), "w")
 

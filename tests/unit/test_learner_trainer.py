@@ -122,7 +122,7 @@ def test_prefix_tree_runs_shared_tokens_once() -> None:
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 4]]
     assert batch.ends_BT is not None
     assert batch.ends_BT.tolist() == [[6, 6, 6, 6, 5, 6]], "7 does not see 6, whose descendants end before it"
-    assert len(batch.target_n) == 9
+    assert len(batch.candidates_nW) == 9
     assert len(batch.predict_u) == 4
 
 

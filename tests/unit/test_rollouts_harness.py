@@ -134,7 +134,7 @@ def test_prompt_and_rewards_of_a_harness_travel(engine: Engine) -> None:
     got = messages.decode_played(sent, LEASE, "w")
     assert (got.prompt_tokens, got.rollouts) == (group.prompt_tokens, group.rollouts)
     plain = messages.encode_delivery(LEASE.lease_id, replace(group, by_harness=False))
-    assert not plain.prompt_tokens
+    assert not plain.group.prompt_tokens
     assert not plain.rewards
     with pytest.raises(PeerError, match="without a prompt"):
         messages.decode_played(plain, LEASE, "w")

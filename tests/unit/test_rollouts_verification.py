@@ -224,10 +224,10 @@ def test_an_engine_that_checks_takes_more_memory_to_hold_two_sets_of_weights(mon
     num_bytes = sum(tensor.num_bytes for tensor in versions[0].tensors.values())
     monkeypatch.setattr(torch_engine, "free_memory_bytes", lambda _: 16 * num_bytes)
     engine = engine_with("compact", *versions[:2])
-    assert engine.held == (versions[1].ref,)  # copied over the old ones
+    assert engine.held_refs == (versions[1].ref,)  # copied over the old ones
     asyncio.run(engine.prefill(versions[1].ref, []))
     load(engine, versions[2])
-    assert engine.held == (versions[2].ref, versions[1].ref)
+    assert engine.held_refs == (versions[2].ref, versions[1].ref)
 
 
 def test_an_edited_token_before_or_after_a_swap_is_detected() -> None:

@@ -84,7 +84,7 @@ def test_bodies_of_a_member_are_held_up_to_a_bound(identity: RunIdentity, tmp_pa
     """Ten results of 60 MiB at once: two are read at a time, and what gRPC holds of the others is bounded. Before that,
     and after, it is served."""
     credentials, honest = (enrolled(identity, tmp_path / name)[1] for name in ("a", "b"))
-    body = wire.Deliveries(items=[wire.Delivery(rollouts=[wire.Rollout(tokens=bytes(BODY_BYTES))])])
+    body = wire.Deliveries(items=[wire.Delivery(group={"rollouts": [{"tokens": bytes(BODY_BYTES)}]})])
     data = body.SerializeToString()
 
     async def scenario(port: int, pid: int) -> None:

@@ -75,7 +75,7 @@ def test_an_invalid_policy_id_is_refused_everywhere(name: str) -> None:
         with pytest.raises(PeerError, match="is not a policy id"):
             messages.decode_ref(message)
     with pytest.raises(PeerError, match="is not a policy id"):
-        messages.group_ref(wire.Delivery(policy=name, kind="train"))
+        messages.group_ref(wire.RolloutGroup(policy=name, kind="train"))
 
 
 @given(st.builds(SnapshotRef, POLICIES, NUMBERS, NUMBERS))
@@ -175,22 +175,23 @@ def test_tokens_are_little_endian_int32_and_logprobs_float32() -> None:
 
 @given(GROUPS, LEASES)
 def test_delivered_bytes_are_stored_unchanged(group: RolloutGroup, lease: Lease) -> None:
-    """Taken apart and put together again, or forwarded: the bytes are the same."""
+    """Taken apart and put together again, or forwarded: the bytes are the same, also if it fills the head's fields."""
     lease = replace(lease, num_samples=len(group.rollouts))
     sent = messages.encode_delivery(lease.lease_id, group)
+    sent.group.MergeFrom(wire.RolloutGroup(step=9, worker_id="w", logged=True, scores=[{}], samples=[7], teacher="t"))
     read = messages.decode_delivery(sent, lease, array("i", [1, 2, 3]), "w-9")
-    stored = messages.encode_group(read, sent.rollouts).SerializeToString()
+    stored = messages.encode_group(read, sent.group).SerializeToString()
     assert stored == messages.encode_group(read).SerializeToString()
     assert messages.parse_group(stored) == read
 
 
 def test_unknown_fields_are_not_stored() -> None:
     sent, unknown = messages.encode_delivery(3, two_turns()), b"\xfa\x3f\x04junk"  # field 1023
-    rollout = wire.Rollout.FromString(sent.rollouts[0].SerializeToString() + unknown)
-    sent.rollouts[0].CopyFrom(rollout)
+    rollout = wire.Rollout.FromString(sent.group.rollouts[0].SerializeToString() + unknown)
+    sent.group.rollouts[0].CopyFrom(rollout)
     assert unknown in sent.SerializeToString()
     read = messages.decode_delivery(sent, LEASED, array("i"), "w-9")
-    assert unknown not in messages.encode_group(read, sent.rollouts).SerializeToString()
+    assert unknown not in messages.encode_group(read, sent.group).SerializeToString()
 
 
 # ---- what is refused, and with which word ----------------------------------------------------------------------------
@@ -231,12 +232,12 @@ BEYOND = limits.NUMBER_MAX + 1
 LEASED = Lease(3, GroupRef(RUN_POLICY, "train", 9), 4, 9, 1, 3, None, 100.0, 60.0, 77)
 
 BAD_DELIVERIES: dict[str, Spoil] = {
-    "kind": lambda d: setattr(d, "kind", "test"),
-    "number": lambda d: setattr(d, "number", BEYOND),
-    "lineage": lambda d: setattr(d, "lineage", BEYOND),
-    "no rollouts": lambda d: d.ClearField("rollouts"),
-    "a rollout too many": lambda d: d.rollouts.append(d.rollouts[0]),
-    "NaN duration": lambda d: setattr(d, "generate_seconds", math.nan),
+    "kind": lambda d: setattr(d.group, "kind", "test"),
+    "number": lambda d: setattr(d.group, "number", BEYOND),
+    "lineage": lambda d: setattr(d.group, "lineage", BEYOND),
+    "no rollouts": lambda d: d.group.ClearField("rollouts"),
+    "a rollout too many": lambda d: d.group.rollouts.append(d.group.rollouts[0]),
+    "NaN duration": lambda d: setattr(d.group, "generate_seconds", math.nan),
 }
 BAD_ROLLOUTS: dict[str, Spoil] = {
     "empty": lambda r: r.CopyFrom(wire.Rollout(finish="stop")),
@@ -292,7 +293,7 @@ def test_malformed_delivery(spoil: Spoil) -> None:
 
 @pytest.mark.parametrize("spoil", BAD_ROLLOUTS.values(), ids=BAD_ROLLOUTS)
 def test_malformed_rollout(spoil: Spoil) -> None:
-    assert delivery_word(lambda delivery: spoil(delivery.rollouts[0])) == "malformed"
+    assert delivery_word(lambda delivery: spoil(delivery.group.rollouts[0])) == "malformed"
 
 
 TOO_MANY = limits.MESSAGE_BYTES_MAX + 4
@@ -306,7 +307,7 @@ LARGE_ROLLOUTS: dict[str, Spoil] = {
 
 @pytest.mark.parametrize("spoil", LARGE_ROLLOUTS.values(), ids=LARGE_ROLLOUTS)
 def test_oversized_rollout(spoil: Spoil) -> None:
-    assert delivery_word(lambda delivery: spoil(delivery.rollouts[0])) == "oversized"
+    assert delivery_word(lambda delivery: spoil(delivery.group.rollouts[0])) == "oversized"
 
 
 @pytest.mark.parametrize("spoil", [lambda g: g.scores.append(g.scores[0]), lambda g: setattr(g, "kind", "test")])
@@ -358,7 +359,7 @@ def test_a_token_that_was_not_sampled_has_no_support() -> None:
 
 def test_a_logprob_may_exceed_0_by_rounding() -> None:
     message = messages.encode_delivery(LEASED.lease_id, two_turns())
-    message.rollouts[0].logprobs = floats(limits.LOGPROB_SLACK / 2, 0, -1)
+    message.group.rollouts[0].logprobs = floats(limits.LOGPROB_SLACK / 2, 0, -1)
     assert messages.decode_delivery(message, LEASED, array("i"), "w-1").rollouts[0].logprobs[0] > 0
 
 

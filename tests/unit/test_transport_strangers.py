@@ -113,7 +113,7 @@ def test_a_body_counts_until_its_handler_is_done(
         server = GrpcServer(LOOPBACK, 0, identity, {**Desk().handlers(), "Deliver": slow})
         port = await server.start()
         own = Party(peer_id, unread=limits.UNREAD_PER_PEER_MAX)
-        body = wire.Deliveries(items=[wire.Delivery(prompt_tokens=bytes(8 << 20))])
+        body = wire.Deliveries(items=[wire.Delivery(group={"prompt_tokens": bytes(8 << 20)})])
         async with linked(port, credentials) as link:
             await report(link)  # from now on it is known whose bytes come
             calling = asyncio.ensure_future(link.call("Deliver", body, SECONDS))

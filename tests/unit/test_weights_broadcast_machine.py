@@ -299,7 +299,7 @@ def test_workers_with_an_adapter_serve_its_base_model() -> None:
         bench.assign("w2", payload=payload)
         assert set(bench.routes["w2"]) == {"w0", "w1"}
     bench.tell(ev.PayloadDropped(adapter))
-    assert bench.machine.held == {"w0": (base,), "w1": (base,)}
+    assert bench.machine.holdings == {"w0": (base,), "w1": (base,)}
 
 
 def test_a_lagging_relay_is_given_less_next_time() -> None:

@@ -412,6 +412,6 @@ def test_a_worker_earns_nothing_while_it_is_paused() -> None:
 
 def test_deliveries_are_reported_with_their_price() -> None:
     delivered = Delivered(0.0)
-    delivered.add(wire.Delivery(rollouts=[wire.Rollout(tokens=bytes(4 * 7)), wire.Rollout(tokens=bytes(4))]))
+    delivered.add(wire.Delivery(group={"rollouts": [{"tokens": bytes(4 * 7)}, {"tokens": bytes(4)}]}))
     assert str(delivered) == "delivered 1 group, 2 rollouts, 8 tokens in 0.00 hours"
     assert str(Delivered(2.0)).endswith("hours, at most 0.00 dollars")

@@ -153,32 +153,32 @@ class Shared(Generic[K, T]):
 
 
 class Ending(Generic[T]):
-    """What ends a process: the first result or failure that it is told, the value of `told`. What fails later is
+    """What ends a process: the first result or failure that it is told, the value of `outcome`. What fails later is
     logged, and so is that first failure if the block ends with something else: Ctrl-C, or a close that fails, came
     while the process ended for it. For one event loop.
     """
 
     def __init__(self, log: logging.Logger, doing: str) -> None:
-        self.told: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._log_failure = unforeseen(log, doing)
 
     def tell(self, result: T) -> None:
-        if not self.told.done():
-            self.told.set_result(result)
+        if not self.outcome.done():
+            self.outcome.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        if self.told.done():
+        if self.outcome.done():
             self._log_failure(error)
         else:
-            self.told.set_exception(error)
+            self.outcome.set_exception(error)
 
     def __enter__(self) -> Ending[T]:
         return self
 
     def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
-        if self.told.cancel() or self.told.cancelled():
+        if self.outcome.cancel() or self.outcome.cancelled():
             return
-        failure = self.told.exception()
+        failure = self.outcome.exception()
         if failure is not None and failure is not raised:
             self._log_failure(failure)
 

@@ -55,8 +55,8 @@ class Decoder(Protocol):
         """As `Engine.base_model`."""
 
     @property
-    def held(self) -> tuple[SnapshotRef, ...]:
-        """As `PrefillEngine.held`: the installed snapshot, and the one before it if it is kept."""
+    def held_refs(self) -> tuple[SnapshotRef, ...]:
+        """As `PrefillEngine.held_refs`: the installed snapshot, and the one before it if it is kept."""
 
     @property
     def can_join(self) -> bool:
@@ -134,8 +134,8 @@ class DecodeLoop:
         return self._decoder.base_model
 
     @property
-    def held(self) -> tuple[SnapshotRef, ...]:
-        return self._decoder.held
+    def held_refs(self) -> tuple[SnapshotRef, ...]:
+        return self._decoder.held_refs
 
     @property
     def free_slots(self) -> int:

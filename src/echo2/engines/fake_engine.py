@@ -42,7 +42,7 @@ class FakeDecoder:
     """
 
     can_join = True
-    held: tuple[SnapshotRef, ...] = ()
+    held_refs: tuple[SnapshotRef, ...] = ()
 
     def __init__(self) -> None:
         self._installed: tuple[SnapshotRef, int, int, int] | None = None

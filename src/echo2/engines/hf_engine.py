@@ -301,7 +301,7 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
             f"transformers cannot build this model: {first_line}. Models with code of their own are not run."
         ) from error
     state = module.state_dict(keep_vars=True)
-    for name in layout.kept if dtype in HALVES else ():
+    for name in layout.float32_names if dtype in HALVES else ():
         state[layout.places[name].name].data = state[layout.places[name].name].data.float()
     if not set(CACHE_NAMES) & inspect.signature(module.forward).parameters.keys():
         # Most forward methods accept and ignore unknown arguments: each step would read one token without context.
@@ -332,8 +332,8 @@ def _refuse_rows_in_modules(module: Any, model: HfModel) -> None:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise unfit(module, f"it cannot read with transformers' own cache ({first_line})") from error
     for name, part in module.named_modules():
-        for key, kept in vars(part).items():
-            if isinstance(kept, Tensor) and kept.ndim and kept.shape[0] == PROBE_ROWS:
+        for key, value in vars(part).items():
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == PROBE_ROWS:
                 raise unfit(
                     module, f"its module {name} keeps {key} of the rows that it read last, so rows are not independent"
                 )

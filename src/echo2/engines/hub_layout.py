@@ -87,7 +87,7 @@ class HubLayout:
     others   stored tensors that only the class that config.json names has
     unknown  stored tensors that this class has not either
     missing  tensors of the module that stored tensors don't fill, by the module's names
-    kept     stored tensors of `places` that transformers keeps in float32 in a model of 16 bits
+    float32_names  stored tensors of `places` that transformers keeps in float32 in a model of 16 bits
     outer    the beginning of names in the module, and the same in the class that config.json names
     """
 
@@ -96,7 +96,7 @@ class HubLayout:
     others: frozenset[str]
     unknown: frozenset[str]
     missing: tuple[str, ...]
-    kept: frozenset[str]
+    float32_names: frozenset[str]
     outer: tuple[str, str] = ("", "")
 
     def outer_name(self, name: str) -> str:
@@ -146,7 +146,7 @@ def text_module(config: Any, dtype: torch.dtype) -> Any:
 
 def hub_layout(config: Any, stored: Shapes, half: torch.dtype = torch.bfloat16) -> HubLayout:
     """Return the map between stored tensors of these shapes and the module that `text_module` builds. `half`: the 16
-    bits of `HubLayout.kept`.
+    bits of `HubLayout.float32_names`.
 
     Raises:
         UserError: the files are of another model than config.json says.
@@ -177,7 +177,7 @@ def hub_layout(config: Any, stored: Shapes, half: torch.dtype = torch.bfloat16) 
         others=frozenset(back.keys() - places.keys() - copies.keys()),
         unknown=frozenset(stored.keys() - back.keys()),
         missing=tuple(name for name, tensor in distinct(text).items() if filled[name] < tensor.numel()),
-        kept=frozenset(key for key in places if back[key].name in wide),
+        float32_names=frozenset(key for key in places if back[key].name in wide),
         outer=outer,
     )
 

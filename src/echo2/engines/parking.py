@@ -30,11 +30,11 @@ class Parked:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # streams beside this thread's, too
         memories = {one.data_ptr(): one for one in map(_memory, _tensors(holders, set())) if one is not None}
-        self._kept = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
+        self._copies = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
         try:
             for memory in memories.values():
                 if memory.device == device and memory.resizable():
-                    self._kept.append((memory, _copy(memory)))
+                    self._copies.append((memory, _copy(memory)))
                     memory.resize_(0)
         except BaseException:  # the machine has no room
             self.fetch()
@@ -44,7 +44,7 @@ class Parked:
 
     @property
     def num_bytes(self) -> int:
-        return sum(kept.nbytes() for _, kept in self._kept)
+        return sum(copy.nbytes() for _, copy in self._copies)
 
     def fetch(self) -> None:
         """Put the tensors' memory back on the device.
@@ -52,19 +52,19 @@ class Parked:
         Raises:
             RuntimeError: the device has no room; what is back stays, and another call goes on.
         """
-        while self._kept:
-            memory, kept = self._kept[-1]
-            memory.resize_(kept.nbytes())
-            memory.copy_(kept)
-            self._kept.pop()
+        while self._copies:
+            memory, copy = self._copies[-1]
+            memory.resize_(copy.nbytes())
+            memory.copy_(copy)
+            self._copies.pop()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def _copy(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    kept = torch.UntypedStorage(memory.nbytes())
-    kept.copy_(memory)
-    return kept
+    copy = torch.UntypedStorage(memory.nbytes())
+    copy.copy_(memory)
+    return copy
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage | None:

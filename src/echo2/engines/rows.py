@@ -106,24 +106,26 @@ class RowTable:
             if row.number in unwanted:
                 self._is_running_B[place] = False
 
-    def change(self, kept: Ints, added: Mapping[int, SampleRequest], limits: Limits) -> None:
-        """Keep only the rows at the places `kept`, in this order, and append the rows `added`, by number."""
+    def change(self, kept_places: Ints, added: Mapping[int, SampleRequest], limits: Limits) -> None:
+        """Keep only the rows at the places `kept_places`, in this order, and append the rows `added`, by number."""
         requests = list(added.values())
         zeros = np.zeros(len(requests), dtype=np.int64)
-        self._rows = [self._rows[place] for place in kept]
+        self._rows = [self._rows[place] for place in kept_places]
         self._rows += [_Row(number, request) for number, request in added.items()]
-        self._length_B = np.concatenate((self._length_B[kept], zeros))
-        self._is_running_B = np.concatenate((self._is_running_B[kept], zeros == 0))
+        self._length_B = np.concatenate((self._length_B[kept_places], zeros))
+        self._is_running_B = np.concatenate((self._is_running_B[kept_places], zeros == 0))
         rooms = [
             min(request.params.max_tokens, limits.max_positions - len(request.prompt_tokens)) for request in requests
         ]
-        self._room_B = np.concatenate((self._room_B[kept], np.array(rooms, dtype=np.int64)))
-        self.last_B = np.concatenate((self.last_B[kept], [request.prompt_tokens[-1] for request in requests])).astype(
-            np.int64
-        )
+        self._room_B = np.concatenate((self._room_B[kept_places], np.array(rooms, dtype=np.int64)))
+        self.last_B = np.concatenate(
+            (self.last_B[kept_places], [request.prompt_tokens[-1] for request in requests])
+        ).astype(np.int64)
         columns = self._tokens_BT.shape[1]
-        self._tokens_BT = np.concatenate((self._tokens_BT[kept], np.zeros((len(requests), columns), np.int32)))
-        self._logprobs_BT = np.concatenate((self._logprobs_BT[kept], np.zeros((len(requests), columns), np.float32)))
+        self._tokens_BT = np.concatenate((self._tokens_BT[kept_places], np.zeros((len(requests), columns), np.int32)))
+        self._logprobs_BT = np.concatenate(
+            (self._logprobs_BT[kept_places], np.zeros((len(requests), columns), np.float32))
+        )
         self._streaming_places = [place for place, row in enumerate(self._rows) if row.request.on_token is not None]
         self._prepare([row.request for row in self._rows], limits)
 

@@ -106,8 +106,8 @@ class Sampler:
         limits = self._top_k_B1, self._top_p_B1, self._min_p_B1
         logits_BW, ids_BW = narrow(logits_BV, *(limit if index is None else limit[index] for limit in limits))
         kept_BW = logits_BW.isfinite()
-        ids, kept = ids_BW.int().cpu().numpy(), kept_BW.cpu().numpy()
-        supports.update((int(row), ids[i][kept[i]]) for i, row in enumerate(rows))
+        ids, is_kept = ids_BW.int().cpu().numpy(), kept_BW.cpu().numpy()
+        supports.update((int(row), ids[i][is_kept[i]]) for i, row in enumerate(rows))
         rank_B, logprob_B = invert(logits_BW.log_softmax(-1), uniform_B)
         return ids_BW.gather(1, rank_B[:, None])[:, 0], logprob_B
 

@@ -162,7 +162,7 @@ class TorchDecoder:
         self.base_model: SnapshotRef | None = None
         self._cache: Cache | None = None
         self._rows = RowTable(exact_device(self._device))
-        self._kept: PrefixCache | None = None
+        self._prefixes: PrefixCache | None = None
         self._parked: Parked | None = None
         self._keeps_routes = False  # since a request asked for them
         # Rows from this number on were read with the policy of `_read_with` from their first token.
@@ -178,7 +178,7 @@ class TorchDecoder:
         return current[0] if current else None
 
     @property
-    def held(self) -> tuple[SnapshotRef, ...]:
+    def held_refs(self) -> tuple[SnapshotRef, ...]:
         return tuple(one[0] for one in (self._current, self._before) if one is not None)
 
     @property
@@ -191,7 +191,7 @@ class TorchDecoder:
 
     def successor(self) -> TorchDecoder:
         other = copy(self)
-        other._cache, other._kept, other._before, other._parked = None, None, None, None
+        other._cache, other._prefixes, other._before, other._parked = None, None, None, None
         other._rows, other._read_with, other._shares = RowTable(exact_device(self._device)), None, True
         other._next, other._using = threading.Lock(), threading.Lock()
         return other
@@ -284,7 +284,7 @@ class TorchDecoder:
     def _step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
         ref, model, limits = self._policy()
         if ref != self._read_with:
-            self._read_with, self._read_from, self._kept = ref, self._next_number, None
+            self._read_with, self._read_from, self._prefixes = ref, self._next_number, None
         self._next_number = max(added, default=self._next_number - 1) + 1
         self._rows.end(dropped)
         if added or self._rows.has_many_ended:
@@ -316,9 +316,9 @@ class TorchDecoder:
                 continue
             tokens = (request.prompt_tokens + completion.tokens)[:-1]  # the last was never read
             if (cache := self._cache.copy(place, len(tokens))) is not None:
-                if self._kept is None:
-                    self._kept = PrefixCache(int(KEPT_SHARE * free_memory_bytes(self._device)))
-                self._kept.keep(self._scope(request) + tokens.tobytes(), cache)
+                if self._prefixes is None:
+                    self._prefixes = PrefixCache(int(KEPT_SHARE * free_memory_bytes(self._device)))
+                self._prefixes.keep(self._scope(request) + tokens.tobytes(), cache)
 
     def _prefix_cache(self, request: SampleRequest) -> Cache | None:
         """Return the cache of a prefix of its prompt, if a running row or an earlier turn read it with this policy."""
@@ -329,10 +329,10 @@ class TorchDecoder:
         return self._kept_prefix(request)
 
     def _kept_prefix(self, request: SampleRequest) -> Cache | None:
-        if not request.in_turns or self._kept is None:
+        if not request.in_turns or self._prefixes is None:
             return None
         scope = self._scope(request)
-        return self._kept.known(scope + request.prompt_tokens[:-1].tobytes(), len(scope))
+        return self._prefixes.known(scope + request.prompt_tokens[:-1].tobytes(), len(scope))
 
     def _scope(self, request: SampleRequest) -> bytes:
         """Return what a request must have in common with another one, besides tokens, to continue from its cache."""
@@ -385,12 +385,12 @@ class TorchDecoder:
 
     def clear(self) -> None:
         self._let_go()
-        self._kept = None
+        self._prefixes = None
 
     def sleep(self) -> None:
         """See `Decoder.sleep`. Caches of ended rows are dropped: their next turns are read again."""
         with self._next, self._using:
-            self._kept = None
+            self._prefixes = None
             self._parked = Parked(self._device, self._current, self._before, self._cache)
 
     def wake_up(self) -> None:
@@ -409,8 +409,8 @@ class TorchDecoder:
 
     def _change(self, model: Model, limits: Limits, added: Mapping[int, SampleRequest]) -> None:
         """Drop the ended rows, and read new prompts up to their last token, which the next step reads."""
-        kept = self._rows.running
-        if not len(kept):
+        kept_places = self._rows.running
+        if not len(kept_places):
             self._let_go()  # frees this cache before there is another one
         if added:
             fresh, places = self._read_prompts(model, added)
@@ -418,11 +418,11 @@ class TorchDecoder:
             if self._cache is None:
                 self._cache = fresh.select(rows)
             else:
-                self._cache = self._cache.join(self._on_device(kept), fresh, rows)
+                self._cache = self._cache.join(self._on_device(kept_places), fresh, rows)
         elif self._cache is not None:
-            self._cache = self._cache.select(self._on_device(kept))
+            self._cache = self._cache.select(self._on_device(kept_places))
         if self._cache is not None:
-            self._rows.change(kept, added, limits)
+            self._rows.change(kept_places, added, limits)
 
     def _read_prompts(self, model: Model, added: Mapping[int, SampleRequest]) -> tuple[Cache, list[int]]:
         """Read all but the last token of these prompts, each distinct prompt once. Returns the cache, and the row of

@@ -92,15 +92,15 @@ def push(directory: Path, repo: str, is_public: bool) -> str:
 
 def _check_repo(repo: str, is_private: bool, is_public: bool, files: Collection[str], directory: Path) -> None:
     """Raises UserError if an existing repository has the other visibility, or holds the other kind of model."""
-    kept = f"Nothing was pushed; {directory} is written."
+    not_pushed = f"Nothing was pushed; {directory} is written."
     if is_private == is_public:
         what, do = ("private", "leave --public out") if is_private else ("public", "add --public")
-        raise UserError(f"{repo} exists and is {what}: {do}, or choose another name. {kept}")
+        raise UserError(f"{repo} exists and is {what}: {do}, or choose another name. {not_pushed}")
     own_kind, their_kinds = _kinds(os.listdir(directory))[0], _kinds(files)
     if their_kinds and own_kind not in their_kinds:
         raise UserError(
             f"{repo} holds {their_kinds[0]}, and this is {own_kind}: they cannot share a repository. "
-            f"Choose another name. {kept}"
+            f"Choose another name. {not_pushed}"
         )
 
 

@@ -142,20 +142,24 @@ class SupervisedClient:
             UserError: the checkpoint is of another model, or of a training of another number of steps, on other rows or
                 in another order.
         """
-        kept = self._trainer.load_state(POLICY, directory)
-        if kept.get("num_steps") != self.num_steps:
-            before, now = kept.get("num_steps"), self.num_steps
+        client_data = self._trainer.load_state(POLICY, directory)
+        if client_data.get("num_steps") != self.num_steps:
+            before, now = client_data.get("num_steps"), self.num_steps
             raise UserError(
                 f"{directory} belongs to a training of {before} steps, not of {now}, which has other learning rates."
             )
-        refuse_changed_rows([*self._rows], [*self._rows.values()], kept.get("rows", {}))
-        for name, before in kept.get("order", {}).items():
+        refuse_changed_rows([*self._rows], [*self._rows.values()], client_data.get("rows", {}))
+        for name, before in client_data.get("order", {}).items():
             if before != (now := self._order.get(name, before)):
                 raise UserError(
                     f"{directory} belongs to a training with {name} = {before!r}, not {now!r}: rows would be left out, "
                     "or trained on twice. Go on with the same."
                 )
-        self.step, self.loss, self.loss_before = kept["step"], kept.get("loss"), kept.get("loss_before")
+        self.step, self.loss, self.loss_before = (
+            client_data["step"],
+            client_data.get("loss"),
+            client_data.get("loss_before"),
+        )
 
     def _sum(self, data: Sequence[Datum], adds_gradients: bool) -> float:
         done = self._trainer.forward_backward(

@@ -143,12 +143,12 @@ def num_checkpoints(config: Config) -> int:
     """Return how many checkpoints stay at the end: the newest, the best, and those of every so many steps."""
     learner, steps = config.learner, config.run.max_steps
     saved = math.ceil(steps / learner.checkpoint_every)
-    kept = min(saved, learner.keep_checkpoints)
-    oldest = (saved - kept + 1) * learner.checkpoint_every  # of the newest ones
+    num_kept = min(saved, learner.keep_checkpoints)
+    oldest = (saved - num_kept + 1) * learner.checkpoint_every  # of the newest ones
     if learner.keep_every:
-        kept += (oldest - 1) // math.lcm(learner.keep_every, learner.checkpoint_every)
+        num_kept += (oldest - 1) // math.lcm(learner.keep_every, learner.checkpoint_every)
     has_best = config.eval.source and saved > learner.keep_checkpoints
-    return min(saved, kept + bool(has_best))
+    return min(saved, num_kept + bool(has_best))
 
 
 def checkpoint_bytes(config: Config, weights: BroadcastInputs) -> float:

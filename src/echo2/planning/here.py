@@ -57,8 +57,8 @@ class Probed(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Here:
     """A run on this machine. `train_seconds`: of a step, with its teacher, and `rollouts_per_second`: of a worker, each
-    on a core of its own; `prediction`: of all on the machine's cores; `basis`: where the inputs are from; `kept`: what
-    disks and network take.
+    on a core of its own; `prediction`: of all on the machine's cores; `basis`: where the inputs are from;
+    `disk_and_network`: what they take.
     """
 
     train_seconds: float
@@ -70,7 +70,7 @@ class Here:
     lengths: Lengths
     processor: Processor
     basis: tuple[Basis, ...]
-    kept: DiskAndNetwork
+    disk_and_network: DiskAndNetwork
 
     @property
     def step_seconds(self) -> float:
@@ -90,7 +90,7 @@ class Here:
             "memory": needs_as_dict(self.needs),
             "lengths": asdict(self.lengths),
             "processor": asdict(self.processor),
-            **self.kept.to_dict(),
+            **self.disk_and_network.to_dict(),
             "inputs": {one.name: [one.value, one.origin] for one in self.basis},
         }
 
@@ -226,7 +226,7 @@ def forecast_on(
         more.append(Basis("the teacher's logprobs", duration(taught), "a forward pass in each step (time/teacher)"))
     count = config.workers.count
     fleet = PlannedFleet(count, count, schedule.publish_every, schedule.max_staleness)
-    kept = kept_and_sent(config, weights, fleet, lengths.answer)
+    disk_and_network = kept_and_sent(config, weights, fleet, lengths.answer)
     return Here(
         train + taught,
         rate,
@@ -237,7 +237,7 @@ def forecast_on(
         lengths,
         processor,
         (*basis, *more),
-        kept,
+        disk_and_network,
     )
 
 
@@ -316,6 +316,6 @@ def show(run_forecast: Here, is_json: bool) -> None:
     table.add_row("memory", f"learner {size(learner.total)}, each worker {size(worker.total)}")
     console = Console()
     console.print(table, highlight=False)
-    console.print(disk_and_network_table(run_forecast.kept), highlight=False)
+    console.print(disk_and_network_table(run_forecast.disk_and_network), highlight=False)
     rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in run_forecast.basis)
     console.print(f"[dim]Rests on: {run_forecast.processor} (measured); {rests}.[/dim]", highlight=False)

@@ -69,8 +69,8 @@ def _passes(
     layers = shape.active - shape.vocabulary * (1 if shape.tied else 2)
     row = lengths.prompt + group_size * lengths.trained
     attention = 2.0 * row * shape.hidden * sum(bool(layer.cache) for layer in shape.layers)
-    kept = LearnerSetup(shape).token_bytes(checkpointing=False) * tokens
-    passing = ACTIVATION_PASSES * kept / (core.fresh_gb_per_second * 1e9)
+    saved_bytes = LearnerSetup(shape).token_bytes(checkpointing=False) * tokens
+    passing = ACTIVATION_PASSES * saved_bytes / (core.fresh_gb_per_second * 1e9)
     products = 2.0 / (core.gflops * 1e9)
     return products * tokens * (layers + attention), products * answers * shape.vocabulary, passing
 

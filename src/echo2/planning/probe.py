@@ -206,19 +206,19 @@ async def _measure(
             groups = await _batch(sampler, range(first, first + size))
             batches.append((groups, max(1e-9, clock() - began)))
         computed = time.process_time() - computed
-    groups, took = [group for batch, _ in batches for group in batch], sum(took for _, took in batches)
+    groups, elapsed = [group for batch, _ in batches for group in batch], sum(elapsed for _, elapsed in batches)
     num_rollouts = sum(group.num_rollouts for group in groups)
-    rates = [sum(group.num_rollouts for group in batch) / took for batch, took in batches]
+    rates = [sum(group.num_rollouts for group in batch) / elapsed for batch, elapsed in batches]
     rewards, scored = await _scored(config, sampler, groups)
     measured = Measured(
-        rollouts_per_second=num_rollouts / took,
+        rollouts_per_second=num_rollouts / elapsed,
         standard_error=statistics.stdev(rates) / math.sqrt(len(rates)),
         spread=statistics.pstdev(math.log(max(1e-9, group.generate_seconds)) for group in groups),
-        tokens_per_second=sum(group.num_tokens for group in groups) / took,
+        tokens_per_second=sum(group.num_tokens for group in groups) / elapsed,
         groups_per_batch=size,
         num_batches=len(batches),
         num_rollouts=num_rollouts,
-        seconds=took,
+        seconds=elapsed,
         group_size=config.sampling.group_size,
         rewards=rewards if not config.tasks.environment else None,
         parameters=num_parameters(config.model.path) or 0,
@@ -244,18 +244,18 @@ async def _scored(
     if judge is not None:
         count = len(groups[:GROUPS_SCORED]) * judge.num_requests(size)
         print(f"note: the judge at {judge.base_url} is asked {count} times, and waited for", file=sys.stderr)
-    took, scored = list[float](), list[SeenGroup]()
+    durations, scored = list[float](), list[SeenGroup]()
     async with reward_processes(config) as processes:
         for group in groups[:GROUPS_SCORED_MAX]:
-            if len(took) >= GROUPS_SCORED and (judge is not None or sum(took) > SCORING_SECONDS):
+            if len(durations) >= GROUPS_SCORED and (judge is not None or sum(durations) > SCORING_SECONDS):
                 break
             rollouts, seconds = await sampler.score(processes, group)
-            took.append(seconds)
+            durations.append(seconds)
             rewards = tuple(rollout.reward or 0.0 for rollout in rollouts)
             answers = tuple(tuple(rollout.tokens) for rollout in rollouts)
             scored.append(SeenGroup(sampler.prompt_tokens(group.cursor), answers, rewards))
         at_once = processes.most_at_once
         if judge is not None and processes.judge is not None:
             at_once = min(at_once, judge.groups_at_once(size))
-            usd = processes.judge.spent_usd / len(took)
-        return RewardTime(statistics.fmean(took), at_once, usd), scored
+            usd = processes.judge.spent_usd / len(durations)
+        return RewardTime(statistics.fmean(durations), at_once, usd), scored

@@ -139,7 +139,7 @@ class Judge:
         """
         compared = [(at,) for at in range(len(texts))] if self._judge.form == "rubric" else self._pairs(texts)
         verdicts = await asyncio.gather(*(self._verdict(task, [texts[at] for at in places]) for places in compared))
-        seconds = sum(took for _, took in verdicts) / max(1, min(len(verdicts), self._judge.max_concurrency))
+        seconds = sum(elapsed for _, elapsed in verdicts) / max(1, min(len(verdicts), self._judge.max_concurrency))
         if self._judge.form == "rubric":
             return [score for score, _ in verdicts], seconds
         won, failures = [list[float]() for _ in texts], dict[int, JudgeFailure]()

@@ -158,16 +158,16 @@ class RewardProcesses:
             return await self._by_functions(task, rollouts, texts)
         judged, seconds = await self.judge.score(task, texts)
         self._seconds_by_function["judge"] = self._seconds_by_function.get("judge", 0.0) + seconds
-        kept = list[Rollout]()
+        judged_rollouts = list[Rollout]()
         failures = {at: one for at, one in enumerate(judged) if isinstance(one, RewardFailure)}
         for rollout, one in zip(rollouts, judged, strict=True):
             if not isinstance(one, RewardFailure):
                 parts = {} if one is None else {"judge": one}
-                kept.append(replace(rollout, reward_parts={**rollout.reward_parts, **parts}))
-        if failures and not kept:
+                judged_rollouts.append(replace(rollout, reward_parts={**rollout.reward_parts, **parts}))
+        if failures and not judged_rollouts:
             raise next(iter(failures.values()))
         texts_left = [text for at, text in enumerate(texts) if at not in failures]
-        scores, more = await self._by_functions(task, kept, texts_left)
+        scores, more = await self._by_functions(task, judged_rollouts, texts_left)
         remaining_scores = iter(scores)
         return [failures[at] if at in failures else next(remaining_scores) for at in range(len(texts))], seconds + more
 
@@ -179,8 +179,8 @@ class RewardProcesses:
             await self.start()
         seconds, num_tries, scores, retries = 0.0, 0, dict[int, Score](), Retries(self._backoff)
         while True:
-            answer, took = await self._try(task, rollouts, texts)
-            seconds, num_tries = seconds + took, num_tries + 1
+            answer, elapsed = await self._try(task, rollouts, texts)
+            seconds, num_tries = seconds + elapsed, num_tries + 1
             results = answer.get("scores") or [answer] * len(rollouts)
             scores |= {
                 at: (one[0], one[1]) for at, one in enumerate(results) if at not in scores and not isinstance(one, dict)
@@ -268,19 +268,19 @@ class RewardProcesses:
             answers = list(zip(groups, answer["groups"], strict=False))
             self._waiting.extendleft(reversed(groups[len(answers) :]))
             self._request_soon()
-            for name, took in answer["seconds"].items():
-                self._seconds_by_function[name] = self._seconds_by_function.get(name, 0.0) + took
+            for name, elapsed in answer["seconds"].items():
+                self._seconds_by_function[name] = self._seconds_by_function.get(name, 0.0) + elapsed
         except CodeFailure as failure:
-            took = time.monotonic() - began
+            elapsed = time.monotonic() - began
             if failure.is_shared or len(groups) > 1:
                 for group in groups:
-                    group.lost_seconds += took
+                    group.lost_seconds += elapsed
                 return groups
             broken = {
                 "failed": str(failure),
                 "traceback": failure.traceback,
                 "may_pass": False,
-                "seconds": groups[0].lost_seconds + took,
+                "seconds": groups[0].lost_seconds + elapsed,
             }
             answers = [(groups[0], broken)]
         except Exception as error:

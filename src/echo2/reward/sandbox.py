@@ -38,7 +38,7 @@ class Sandbox:
         Raises:
             UserError: the scorer cannot be made for this column, or its process cannot run.
         """
-        answer = self._asked({"scorer": scorer, "column": column, "texts": list(texts)}, len(texts))
+        answer = self._answer_to({"scorer": scorer, "column": column, "texts": list(texts)}, len(texts))
         return [float(score) for score in answer["scores"]]
 
     def load(self, scorer: str) -> None:
@@ -47,9 +47,9 @@ class Sandbox:
         Raises:
             UserError: its process cannot run, or the library cannot be imported.
         """
-        self._asked({"scorer": scorer}, 0)
+        self._answer_to({"scorer": scorer}, 0)
 
-    def _asked(self, request: dict[str, Any], num_texts: int) -> dict[str, Any]:
+    def _answer_to(self, request: dict[str, Any], num_texts: int) -> dict[str, Any]:
         with self._lock:
             process = self._running()
             seconds = STARTUP_SECONDS + SECONDS_PER_COMPLETION * num_texts

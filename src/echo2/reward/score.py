@@ -218,8 +218,8 @@ def _score(name: str, value: Any, task: Task) -> _Score:
     if not isinstance(value, Mapping) or "score" not in value:
         return _number(name, value, task), {}
     named = {field: _float(one) for field, one in value.items() if field != "score" and str(field).isidentifier()}
-    kept = {f"{name}.{field}": one for field, one in named.items() if one is not None and abs(one) <= REWARD_MAX}
-    return _number(name, value["score"], task), dict(itertools.islice(kept.items(), FIELDS_MAX))
+    numbers = {f"{name}.{field}": one for field, one in named.items() if one is not None and abs(one) <= REWARD_MAX}
+    return _number(name, value["score"], task), dict(itertools.islice(numbers.items(), FIELDS_MAX))
 
 
 def _number(name: str, value: Any, task: Task) -> float | None:

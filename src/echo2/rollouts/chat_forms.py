@@ -85,7 +85,7 @@ class ChatForm:
     last: str = ""
 
 
-def told(event: Json) -> str:
+def server_sent(event: Json) -> str:
     """Return an event as a server-sent one. Those of Anthropic's are named by their type."""
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {json.dumps(event)}\n\n"
@@ -118,11 +118,11 @@ def plain(message: Any) -> Json:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise bad("a message has no role")
-    kept = {name: value for name, value in message.items() if value is not None}
-    if calls := kept.get("tool_calls"):
-        kept["tool_calls"] = list(map(_with_arguments, calls if isinstance(calls, list) else [calls]))
+    fields = {name: value for name, value in message.items() if value is not None}
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = list(map(_with_arguments, calls if isinstance(calls, list) else [calls]))
     role = "system" if message["role"] == "developer" else message["role"]
-    return {**kept, "role": role, "content": _text(message.get("content"))}
+    return {**fields, "role": role, "content": _text(message.get("content"))}
 
 
 def message_of(text: str, has_tools: bool, call_number: int) -> Json:

@@ -47,8 +47,8 @@ from echo2.rollouts.chat_forms import (
     message_of,
     openai_error,
     plain,
+    server_sent,
     tokens_of,
-    told,
 )
 from echo2.rollouts.recorded import CallBounds, CallRefused, RecordedRollout
 from echo2.rollouts.telling import Telling
@@ -279,7 +279,7 @@ class LoopbackEndpoint:
                     async for event in reply:
                         yield event
                 except (UserError, PeerError) as failure:  # the status has been sent
-                    yield told(words(*_refusal(rollout, failure)))
+                    yield server_sent(words(*_refusal(rollout, failure)))
 
             return StreamingResponse(stream(), media_type="text/event-stream")
 
@@ -351,9 +351,9 @@ async def _events(
     try:
         while (piece := await pieces.get()) is not None:
             for event in stream.piece(piece):
-                yield told(event)
+                yield server_sent(event)
         for event in stream.end(form.answer(request_id, await answers)):
-            yield told(event)
+            yield server_sent(event)
         if form.last:
             yield form.last
     finally:

@@ -27,7 +27,7 @@ class Telling:
         self._tokenizer, self._has_tools, self._tell = tokenizer, has_tools, tell
         self._marks = (*stop, TOOL_MARK) if has_tools else tuple(stop)
         self._sent_texts: list[str] = []
-        self._held = ""
+        self._pending = ""
         # Of these tokens, which are decoded together, the first have been: decoders treat the first of a text apart.
         self._tokens, self._num_decoded = array("i"), 0
 
@@ -40,11 +40,11 @@ class Telling:
         text = decoded(self._tokenizer, self._tokens)
         if len(text) <= len(before) or text.endswith(BROKEN):
             return
-        self._held += text[len(before) :]
+        self._pending += text[len(before) :]
         self._tokens, self._num_decoded = self._tokens[self._num_decoded :], len(self._tokens) - self._num_decoded
         if length := self._certain():
-            self._say(self._held[:length])
-            self._held = self._held[length:]
+            self._say(self._pending[:length])
+            self._pending = self._pending[length:]
 
     def end(self, content: str) -> None:
         """Tell the rest of the message's text.
@@ -65,12 +65,12 @@ class Telling:
 
     def _certain(self) -> int:
         """Return how many of the characters that are held back can be told."""
-        held = self._held
-        length = min((_before(held, mark) for mark in self._marks), default=len(held))
+        pending = self._pending
+        length = min((_before(pending, mark) for mark in self._marks), default=len(pending))
         if not self._has_tools:
             return length
-        is_stripped = not self._sent_texts and held[:1].isspace()  # if there will be a tool call
-        return 0 if is_stripped else len(held[:length].rstrip())
+        is_stripped = not self._sent_texts and pending[:1].isspace()  # if there will be a tool call
+        return 0 if is_stripped else len(pending[:length].rstrip())
 
 
 def _before(text: str, mark: str) -> int:

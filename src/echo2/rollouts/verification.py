@@ -43,7 +43,7 @@ class PrefillEngine(Protocol):
     """An engine that can check rollouts: those of this package can, token servers cannot."""
 
     @property
-    def held(self) -> tuple[SnapshotRef, ...]:
+    def held_refs(self) -> tuple[SnapshotRef, ...]:
         """The snapshots that it can check under."""
 
     async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
@@ -147,9 +147,9 @@ async def check_group(
     if group.lineage != ref.lineage or group.logged:  # its versions mean other weights, or none
         return verdict([], num_sampled, TOLERANCES[32])
     draws, is_from_stream = is_from_stream, is_from_stream and shows_turns(assignment)
-    held = {one.version for one in engine.held if one.history == ref.history}
+    held_versions = {one.version for one in engine.held_refs if one.history == ref.history}
     group = unpacked(group)
-    readings = [list(readings_of(assignment, rollout, held)) for rollout in group.rollouts]
+    readings = [list(readings_of(assignment, rollout, held_versions)) for rollout in group.rollouts]
     requests = [replace(one.request, form=form) for of_rollout in readings for one in of_rollout]
     prefills = iter(await engine.prefill(ref, requests))
     compared, regrets, bits = list[Comparison](), list[Floats](), 32
@@ -174,8 +174,8 @@ class Reading:
     places: Ints
 
 
-def readings_of(assignment: Assignment, rollout: Rollout, held: Container[int]) -> Iterator[Reading]:
-    """Yield the prefills that judge a rollout under the versions `held`: one for every turn with a swap, and one for
+def readings_of(assignment: Assignment, rollout: Rollout, held_versions: Container[int]) -> Iterator[Reading]:
+    """Yield the prefills that judge a rollout under the `held_versions`: one for every turn with a swap, and one for
     all other turns of one version. That is 2 n - 1 at most for n ascending versions, and one for a single turn. The
     tokens of a turn are left out from the first version on that is not held.
 
@@ -184,7 +184,7 @@ def readings_of(assignment: Assignment, rollout: Rollout, held: Container[int]) 
     """
     sampled, steady = np.frombuffer(rollout.loss_mask, dtype=np.uint8) == 1, dict[int, list[Ints]]()
     for start, stop in turns_of(assignment, rollout):
-        reads, stop = _reads(rollout, start, stop, held)
+        reads, stop = _reads(rollout, start, stop, held_versions)
         places = start + np.flatnonzero(sampled[start:stop])
         if len(reads) == 1:
             steady.setdefault(reads[0][1], []).append(places)
@@ -199,7 +199,7 @@ def readings_of(assignment: Assignment, rollout: Rollout, held: Container[int]) 
             yield Reading(_request(assignment, rollout, ((0, version),), places), places)
 
 
-def _reads(rollout: Rollout, start: int, stop: int, held: Container[int]) -> tuple[Spans, int]:
+def _reads(rollout: Rollout, start: int, stop: int, held_versions: Container[int]) -> tuple[Spans, int]:
     """Return the weights of a turn, up to the first that are not held, and the end of the tokens that these drew."""
     reads: list[tuple[int, int]] = []
     for first, version in rollout.version_spans:
@@ -210,7 +210,7 @@ def _reads(rollout: Rollout, start: int, stop: int, held: Container[int]) -> tup
         elif version != reads[-1][1]:
             reads.append((first, version))
     for at, (first, version) in enumerate(reads):
-        if version not in held:
+        if version not in held_versions:
             return tuple(reads[:at]), first if at else start
     return tuple(reads), stop
 

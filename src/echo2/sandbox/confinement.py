@@ -115,9 +115,9 @@ def confine(keep: int, parent: int) -> None:
     if os.getppid() != parent:
         raise ProcessLookupError(f"process {parent}, which asked, is gone")
     nothing = os.open(os.devnull, os.O_RDWR)
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in (
-        (resource.RLIMIT_AS, held + MEMORY_BYTES),
+        (resource.RLIMIT_AS, used_bytes + MEMORY_BYTES),
         (resource.RLIMIT_CPU, CPU_SECONDS),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, within(resource.RLIMIT_CORE, NO_CORE)),

@@ -120,7 +120,7 @@ class PeerServer:
 
         async def answer(_: Any, context: Any) -> Any:
             try:
-                async with self._asked(method, context) as (peer, request, parties):
+                async with self._admitted(method, context) as (peer, request, parties):
                     reply = await handler(peer, request)
                     await self._budgets.sending(parties, num_bytes(reply))
                     return reply
@@ -131,7 +131,7 @@ class PeerServer:
         async def answer_stream(_: Any, context: Any) -> None:
             try:
                 async with (
-                    self._asked(method, context) as (peer, request, parties),
+                    self._admitted(method, context) as (peer, request, parties),
                     aclosing(handler(peer, request)) as replies,
                 ):
                     async for reply in replies:
@@ -151,7 +151,7 @@ class PeerServer:
         )
 
     @asynccontextmanager
-    async def _asked(self, method: Method, context: Any) -> AsyncGenerator[tuple[Peer, Any, tuple[Party, ...]]]:
+    async def _admitted(self, method: Method, context: Any) -> AsyncGenerator[tuple[Peer, Any, tuple[Party, ...]]]:
         """Yield the caller, its request and its parties. The body is read only after the caller's rights and budget are
         checked."""
         names = context.auth_context().get("x509_common_name", [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Protocol version of both ends; a peer with another version is refused at hello.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 #: Size of one message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: Size of one message to a worker: a chunk, or a request for 4,096 chunks, with room to spare.

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -59,29 +59,32 @@ def decode_ref(message: NamesSnapshot) -> SnapshotRef:
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> wire.RolloutGroup:
+def encode_group(group: RolloutGroup, delivered: wire.RolloutGroup | None = None) -> wire.RolloutGroup:
     """The wire form of a group, with its scores if it is scored. Texts are left out: tokens can be decoded again.
-    `rollouts`: the rollouts' wire form, where a delivery contained it and the rollouts are unchanged since.
-    """
-    return wire.RolloutGroup(
-        policy=group.group.policy,
-        kind=group.group.kind,
-        number=group.group.number,
-        step=group.step,
-        lineage=group.lineage,
-        cursor=group.cursor,
-        prompt_tokens=group.prompt_tokens.tobytes(),
-        rollouts=rollouts or map(_encode_rollout, group.rollouts),
-        worker_id=group.worker_id,
-        generate_seconds=group.generate_seconds,
-        logged=group.logged,
-        routes=group.routes,
+    `delivered`: the group as it was delivered, if its rollouts are unchanged since; it becomes the result."""
+    scores = [(one.reward or 0.0, one.reward_parts) for one in group.rollouts] if group.is_scored else []
+    fields: dict[str, Any] = {
+        **asdict(group.group),
+        "step": group.step,
+        "lineage": group.lineage,
+        "cursor": group.cursor,
+        "prompt_tokens": group.prompt_tokens.tobytes(),
+        "worker_id": group.worker_id,
+        "generate_seconds": group.generate_seconds,
+        "logged": group.logged,
+        "routes": group.routes,
         **_encode_teaching(group.teaching),
-        samples=group.samples,
-        scores=_encode_scores([(one.reward or 0.0, one.reward_parts) for one in group.rollouts])
-        if group.is_scored
-        else (),
-    )
+        "samples": group.samples,
+        "scores": _encode_scores(scores),
+    }
+    if delivered is None:
+        rows = [_rollout_fields(row, row.reward_parts if row.reward is None else {}) for row in group.rollouts]
+        return wire.RolloutGroup(**fields, rollouts=rows)
+    for field, _ in delivered.ListFields():
+        if field.name != "rollouts":
+            delivered.ClearField(field.name)
+    delivered.MergeFrom(wire.RolloutGroup(**fields))
+    return delivered
 
 
 def encode_scores(scores: Sequence[Score], teaching: Teaching) -> bytes:
@@ -91,11 +94,9 @@ def encode_scores(scores: Sequence[Score], teaching: Teaching) -> bytes:
 
 def encode_unscored(group: RolloutGroup, teaching: Teaching) -> bytes:
     """What a teacher is asked about a group whose rewards are being computed; `parse_group` reads it."""
-    rows = [wire.Rollout(tokens=row.tokens.tobytes(), loss_mask=row.loss_mask) for row in group.rollouts]
+    rows = [{"tokens": row.tokens.tobytes(), "loss_mask": row.loss_mask} for row in group.rollouts]
     message = wire.RolloutGroup(
-        policy=group.group.policy,
-        kind=group.group.kind,
-        number=group.group.number,
+        **asdict(group.group),
         step=group.step,
         prompt_tokens=group.prompt_tokens.tobytes(),
         rollouts=rows,
@@ -108,23 +109,24 @@ def _encode_teaching(teaching: Teaching) -> dict[str, Any]:
     return {"teacher": teaching.teacher, "teacher_prompt": teaching.prompt_tokens.tobytes()}
 
 
-def _encode_scores(scores: Sequence[Score]) -> list[wire.Score]:
-    return [wire.Score(reward=reward, reward_parts=parts) for reward, parts in scores]
+def _encode_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
+    return [{"reward": reward, "reward_parts": parts} for reward, parts in scores]
 
 
-def _encode_rollout(rollout: Rollout) -> wire.Rollout:
-    message = wire.Rollout(
-        tokens=rollout.tokens.tobytes(),
-        logprobs=rollout.logprobs.tobytes(),
-        loss_mask=rollout.loss_mask,
-        version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
-        finish=rollout.finish,
-        reward_parts=rollout.reward_parts if rollout.reward is None else {},
-    )
+def _rollout_fields(rollout: Rollout, parts: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a `wire.Rollout`: the message that holds the rollout takes them without another copy."""
+    fields: dict[str, Any] = {
+        "tokens": rollout.tokens.tobytes(),
+        "logprobs": rollout.logprobs.tobytes(),
+        "loss_mask": rollout.loss_mask,
+        "version_spans": [{"start": start, "version": version} for start, version in rollout.version_spans],
+        "finish": rollout.finish,
+        "reward_parts": parts,
+    }
     if rollout.support_tokens is not None and rollout.support_offsets is not None:
-        message.support_tokens = rollout.support_tokens.tobytes()
-        message.support_offsets = rollout.support_offsets.tobytes()
-    return message
+        fields["support_tokens"] = rollout.support_tokens.tobytes()
+        fields["support_offsets"] = rollout.support_offsets.tobytes()
+    return fields
 
 
 def parse_group(data: bytes | wire.RolloutGroup) -> RolloutGroup:
@@ -157,23 +159,22 @@ def parse_group(data: bytes | wire.RolloutGroup) -> RolloutGroup:
     )
 
 
-def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
-    """The wire form of a worker's result under this lease: only what the head cannot know itself."""
-    message = wire.Delivery(
+def encode_delivery(lease_id: int, group: RolloutGroup, batch: wire.Deliveries | None = None) -> wire.Delivery:
+    """The wire form of a worker's result under this lease: only what the head cannot know itself. `batch`: the message
+    that it is added to."""
+    message = (wire.Deliveries() if batch is None else batch).items.add(
         lease_id=lease_id,
-        policy=group.group.policy,
-        kind=group.group.kind,
-        number=group.group.number,
-        lineage=group.lineage,
-        rollouts=map(_encode_rollout, group.rollouts),
-        generate_seconds=group.generate_seconds,
-        routes=group.routes,
-        lost=[wire.Lost(sample=one.sample, detail=one.detail) for one in group.lost],
+        group={
+            **asdict(group.group),
+            "lineage": group.lineage,
+            "rollouts": [_rollout_fields(rollout, {}) for rollout in group.rollouts],
+            "generate_seconds": group.generate_seconds,
+            "routes": group.routes,
+        },
+        lost=[{"sample": one.sample, "detail": one.detail} for one in group.lost],
     )
-    for rollout in message.rollouts:
-        rollout.ClearField("reward_parts")
     if group.by_harness:
-        message.prompt_tokens = group.prompt_tokens.tobytes()
+        message.group.prompt_tokens = group.prompt_tokens.tobytes()
         message.rewards.extend(rows[0].reward_parts["environment"] for rows in group.by_rollout)
         message.rows.extend(map(len, group.by_rollout if group.num_rollouts < len(group.rollouts) else ()))
     return message
@@ -185,26 +186,27 @@ def decode_delivery(
     """Decode a group from a worker: its rollouts come from the worker, without those that it lost, all else from the
     head. It has no texts and rewards. `generate_seconds` as reported by the worker is capped at `seconds_max`.
 
-    Each byte of a rollout is checked here, once: `message.rollouts` may be stored and fed unchanged.
+    Each byte of a rollout is checked here, once: those of `message.group` may be stored and fed unchanged.
 
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
     message.DiscardUnknownFields()
     lost, samples = samples_of(message, lease)
-    _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is not a duration")
-    rollouts = tuple(map(_received, message.rollouts))
+    delivered = message.group
+    _require(0 <= delivered.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is not a duration")
+    rollouts = tuple(map(_received, delivered.rollouts))
     check_rollouts(rollouts)
     return RolloutGroup(
-        group=group_ref(message),
+        group=group_ref(delivered),
         step=lease.step,
-        lineage=whole_number("lineage", message.lineage),
+        lineage=whole_number("lineage", delivered.lineage),
         cursor=lease.cursor,
         prompt_tokens=prompt_tokens,
         rollouts=rollouts,
         worker_id=worker_id,
-        generate_seconds=min(message.generate_seconds, seconds_max),
-        routes=message.routes,
+        generate_seconds=min(delivered.generate_seconds, seconds_max),
+        routes=delivered.routes,
         samples=samples if lost or lease.first_sample or message.rows else (),
         lost=lost,
     )
@@ -216,7 +218,7 @@ def decode_played(message: wire.Delivery, lease: Lease, worker_id: str, seconds_
     Raises:
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
-    prompt = _token_ids("prompt_tokens", message.prompt_tokens)
+    prompt = _token_ids("prompt_tokens", message.group.prompt_tokens)
     group = decode_delivery(message, lease, prompt, worker_id, seconds_max)
     _require(len(prompt) > 0, "a harness's rollouts without a prompt")
     _require(len(message.rewards) == group.num_rollouts, f"{len(message.rewards)} rewards for the rollouts")
@@ -361,9 +363,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
     lease, params = assignment.lease, assignment.params
     message = wire.Lease(
         lease_id=lease.lease_id,
-        policy=lease.group.policy,
-        kind=lease.group.kind,
-        number=lease.group.number,
+        **asdict(lease.group),
         step=lease.step,
         cursor=lease.cursor,
         num_samples=lease.num_samples,
@@ -477,7 +477,7 @@ def policy_id(text: str) -> str:
     return text
 
 
-def group_ref(message: wire.RolloutGroup | wire.Lease | wire.Delivery) -> GroupRef:
+def group_ref(message: wire.RolloutGroup | wire.Lease) -> GroupRef:
     """The group that a message names. Raises PeerError("malformed")."""
     return GroupRef(policy_id(message.policy), _kind(message.kind), whole_number("number", message.number))
 

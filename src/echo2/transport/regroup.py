@@ -30,15 +30,15 @@ def samples_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout,
             "malformed", f"{len(lost)} of {leased} rollouts of a {lease.group.kind} group are reported lost"
         )
     gone = tuple(LostRollout(one.sample, "environment_failed", one.detail) for one in message.lost)
-    samples, num_rows = sorted(set(leased) - set(lost)), len(message.rollouts)
+    samples, num_rows = sorted(set(leased) - set(lost)), len(message.group.rollouts)
     rows = message.rows or [1] * num_rows
     if len(rows) != len(samples):
-        got = f"{len(rows)}{f', and {len(lost)} lost' if lost else ''}"
-        raise PeerError("malformed", f"leased {lease.num_samples} rollouts, got {got}")
+        counts = f"{len(rows)}{f', and {len(lost)} lost' if lost else ''}"
+        raise PeerError("malformed", f"leased {lease.num_samples} rollouts, got {counts}")
     if sum(rows) != num_rows or min(rows) < 1 or max(rows) > limits.ROWS_MAX:
         problem = f"rollouts of {list(rows[:10])} rows; {num_rows} rows are there, {limits.ROWS_MAX} may be"
         raise PeerError("malformed", problem)
-    lengths = iter([len(row.loss_mask) for row in message.rollouts])
+    lengths = iter([len(row.loss_mask) for row in message.group.rollouts])
     if (longest := max(sum(islice(lengths, count)) for count in rows)) > limits.TOKENS_MAX:
         raise PeerError("oversized", f"the rows of a rollout have {longest} tokens; the limit is {limits.TOKENS_MAX}")
     return gone, tuple(sample for sample, count in zip(samples, rows, strict=True) for _ in range(count))
@@ -58,25 +58,25 @@ def without(group: RolloutGroup, lost: Sequence[LostRollout]) -> RolloutGroup:
     return packed(replace(whole, rollouts=rollouts, samples=samples, lost=(*group.lost, *lost)))
 
 
-def joined(kept: RolloutGroup, new: RolloutGroup) -> RolloutGroup:
+def joined(earlier: RolloutGroup, new: RolloutGroup) -> RolloutGroup:
     """Return the new rollouts with those that the group had before. Without the latter, if they cannot be compared:
     versions of another lineage name other weights, and a harness may have made a prompt that begins otherwise.
 
     Raises:
         PeerError: as `without`.
     """
-    before, after = unpacked(kept), unpacked(new)
+    before, after = unpacked(earlier), unpacked(new)
     pairs = [(part.prompt_tokens, row) for part in (before, after) for row in part.rollouts]
     prompt, rollouts = with_one_prompt(pairs)
-    if kept.lineage != new.lineage or not prompt:
+    if earlier.lineage != new.lineage or not prompt:
         return new
     whole = replace(
         after,
         prompt_tokens=prompt,
         rollouts=tuple(rollouts),
         samples=(*before.sample_numbers, *after.sample_numbers),
-        worker_id=new.worker_id if kept.worker_id == new.worker_id else SEVERAL,
-        generate_seconds=kept.generate_seconds + new.generate_seconds,
+        worker_id=new.worker_id if earlier.worker_id == new.worker_id else SEVERAL,
+        generate_seconds=earlier.generate_seconds + new.generate_seconds,
     )
     return packed(whole)
 

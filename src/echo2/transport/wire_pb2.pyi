@@ -433,32 +433,18 @@ class SampleAnswers(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Delivery(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "lineage", "generate_seconds", "policy", "prompt_tokens", "rewards", "rows", "rollouts", "routes", "lost")
+    __slots__ = ("lease_id", "group", "rewards", "rows", "lost")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
-    GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
-    ROUTES_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
-    kind: str
-    number: int
-    lineage: int
-    generate_seconds: float
-    policy: str
-    prompt_tokens: bytes
+    group: RolloutGroup
     rewards: _containers.RepeatedScalarFieldContainer[float]
     rows: _containers.RepeatedScalarFieldContainer[int]
-    rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
-    routes: bytes
     lost: _containers.RepeatedCompositeFieldContainer[Lost]
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ..., rows: _Optional[_Iterable[int]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., routes: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[Lost, _Mapping]]] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., group: _Optional[_Union[RolloutGroup, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., rows: _Optional[_Iterable[int]] = ..., lost: _Optional[_Iterable[_Union[Lost, _Mapping]]] = ...) -> None: ...
 
 class Lost(_message.Message):
     __slots__ = ("sample", "detail")

@@ -54,7 +54,7 @@ class RunDisplay:
         self._live = Live(self._progress, console=self._console, refresh_per_second=4, transient=True)
         self._read_at = self._printed_at = 0.0
         self._view = RunView.read(rundir.path)
-        self._told, self._told_version = set[str](), 0
+        self._printed_lines, self._printed_version = set[str](), 0
         self._sampled, self._samples = -1, list[str]()  # version of the evaluation they come from
 
     def __enter__(self) -> RunDisplay:
@@ -108,11 +108,11 @@ class RunDisplay:
             words += [f"idle {last.get('learner/idle_ratio', 0.0):.0%}", f"workers {last.get('workers/active', 0)}"]
             words.append(f"${last.get('cost/cum_usd', 0.0):.3f}")
         once = [*self._samples, *_wrong_lines(status)]
-        lines = ["  ".join(words), *(line for line in once if line not in self._told)]
-        self._told = {*once}
-        if status.get("version", 0) == self._told_version:
+        lines = ["  ".join(words), *(line for line in once if line not in self._printed_lines)]
+        self._printed_lines = {*once}
+        if status.get("version", 0) == self._printed_version:
             lines += [f"  {line}" for line in _wait_lines(status)]
-        self._told_version = status.get("version", 0)
+        self._printed_version = status.get("version", 0)
         return lines
 
 

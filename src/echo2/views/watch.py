@@ -173,7 +173,7 @@ class Watch:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.views = [RunView.read(directory) for directory in directories]
-        self._asked = self.views
+        self._newest = self.views
         self._points = [ChartPoints() for _ in self.views]
         self._messages: dict[tuple[str, int], PageEvent] = {}  # by kind and run
         self._number = 0
@@ -190,8 +190,8 @@ class Watch:
 
     def newest(self) -> list[RunView]:
         """Return the current state of the runs, for occasional requests. Not for two threads at once."""
-        self._asked = [view.newer() for view in self._asked]
-        return self._asked
+        self._newest = [view.newer() for view in self._newest]
+        return self._newest
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: the current state of all runs, then each change."""
@@ -265,9 +265,9 @@ class Watch:
 
     def _steps(self, index: int, view: RunView) -> tuple[str, int, bytes, bytes]:
         points = self._points[index]
-        kept = points.take(view.rows)
+        num_unchanged = points.take(view.rows)
         whole = _event("steps", index, points.tail(0))
-        return "steps", index, whole, _event("steps", index, points.tail(kept)) if kept else whole
+        return "steps", index, whole, _event("steps", index, points.tail(num_unchanged)) if num_unchanged else whole
 
 
 def _message(kind: str, index: int, data: Any) -> tuple[str, int, bytes, bytes]:
@@ -341,27 +341,31 @@ class ChartPoints:
         unchanged; 0 means that a page needs all points, for example because other columns are shown."""
         last = rows[-1]["step"] if rows else 0
         stride = 1 << max(0, math.ceil(math.log2((last + 1) / POINTS_MAX)))
-        kept = self._first_changed(rows) if stride == self.stride else 0
-        first = self._first_row(rows, kept)
+        num_unchanged = self._first_changed(rows) if stride == self.stride else 0
+        first = self._first_row(rows, num_unchanged)
         began, named = _began(rows), _open_names(rows[first:]) - self._columns.keys()
         if began != self._began or named:
-            kept = first = 0
+            num_unchanged = first = 0
             self._columns |= {name: [] for name in sorted(named)}
         self.stride, self._rows, self._began = stride, rows, began
-        del self._steps[kept:], self._seconds[kept:]
+        del self._steps[num_unchanged:], self._seconds[num_unchanged:]
         for column in self._columns.values():
-            del column[kept:]
+            del column[num_unchanged:]
         for _, group in groupby(rows[first:], self._place_of):
             self._append(list(group))
         shown = [name for name, values in self._columns.items() if _is_shown(name, values)]
         hidden = {*sorted(name for name in shown if name.startswith(OPEN_PREFIXES))[OPEN_MAX:]}
         shown = [name for name in shown if name not in hidden]
         was_shown, self._shown = self._shown, shown
-        return kept if shown == was_shown else 0
+        return num_unchanged if shown == was_shown else 0
 
-    def _first_row(self, rows: Sequence[Row], kept: int) -> int:
-        """Return the index of the first row that is in none of the first `kept` points."""
-        return bisect_left(rows, self._place(self._steps[kept - 1]) + 1, key=self._place_of) if kept else 0
+    def _first_row(self, rows: Sequence[Row], num_unchanged: int) -> int:
+        """Return the index of the first row that is in none of the first `num_unchanged` points."""
+        return (
+            bisect_left(rows, self._place(self._steps[num_unchanged - 1]) + 1, key=self._place_of)
+            if num_unchanged
+            else 0
+        )
 
     def _append(self, point: Sequence[Row]) -> None:
         self._steps.append(point[-1]["step"])

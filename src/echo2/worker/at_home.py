@@ -58,10 +58,11 @@ class Delivered:
     def _attended(self) -> float:
         return self._seconds + (self._clock() - self._since if self._since is not None else 0.0)
 
-    def add(self, group: wire.Delivery) -> None:
+    def add(self, delivery: wire.Delivery) -> None:
+        rollouts = delivery.group.rollouts
         self.num_groups += 1
-        self.num_rollouts += len(group.rows) or len(group.rollouts)
-        self.num_tokens += sum(len(rollout.tokens) // TOKEN_BYTES for rollout in group.rollouts)
+        self.num_rollouts += len(delivery.rows) or len(rollouts)
+        self.num_tokens += sum(len(rollout.tokens) // TOKEN_BYTES for rollout in rollouts)
 
     def __str__(self) -> str:
         hours = self._attended() / 3600

@@ -200,9 +200,11 @@ class WorkerWeights:
         manifest = self._applied_manifest
         if manifest is None or manifest.payload != payload:
             return
-        kept = await self._loading.run(self.content.keep, manifest)
-        if kept is not None:
-            self._store.forget([*kept, self._incoming or manifest])  # no await in between: no fetch relies on the rest
+        manifests = await self._loading.run(self.content.keep, manifest)
+        if manifests is not None:
+            self._store.forget(
+                [*manifests, self._incoming or manifest]
+            )  # no await in between: no fetch relies on the rest
             await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:

@@ -137,23 +137,23 @@ class WorkerProcess:
             await self._weights.start()
             closing.push_async_callback(self._close_sampler)
             closing.callback(self._background.cancel)
-            closing.callback(self._ending.told.cancel)  # what fails from now on is logged
+            closing.callback(self._ending.outcome.cancel)  # what fails from now on is logged
             closing.push_async_callback(self._leave_if_ended)
             attending: asyncio.Future[Any] = self._background.spawn(
                 attended_at_home(self._keep_attending, self._step_back, self._background, measurements())
                 if self._options.at_home
                 else self._keep_attending()
             )
-            outcome: asyncio.Future[Any] = self._ending.told
+            outcome: asyncio.Future[Any] = self._ending.outcome
             await asyncio.wait({attending, outcome}, return_when=asyncio.FIRST_COMPLETED)
             if attending.done() and not outcome.done():
                 attending.result()
-            return await self._ending.told
+            return await self._ending.outcome
 
     async def _leave_if_ended(self) -> None:
         """Leave if it is the owner who ends this worker."""
         log.info("%s", self._delivered)
-        if not self._ending.told.done() and self._sampling is not None and self._sampling.scheduler.connected:
+        if not self._ending.outcome.done() and self._sampling is not None and self._sampling.scheduler.connected:
             await self._leave()
 
     async def _close_sampler(self) -> None:
@@ -163,7 +163,7 @@ class WorkerProcess:
     # ---- events and commands -------------------------------------------------------------------------------------
 
     def _dispatch(self, event: ev.Event) -> None:
-        if self._sampling is None or self._ending.told.done():
+        if self._sampling is None or self._ending.outcome.done():
             return
         try:
             for command in self._sampling.scheduler.handle(event, self._clock.now()):
@@ -426,8 +426,7 @@ class WorkerProcess:
                 batch, size = wire.Deliveries(), 0
                 while self._outgoing and (size < DELIVER_BYTES or not batch.items):
                     command = self._outgoing.popleft()
-                    batch.items.append(messages.encode_delivery(command.lease_id, command.result))
-                    size += batch.items[-1].ByteSize()
+                    size += messages.encode_delivery(command.lease_id, command.result, batch).ByteSize()
                 await self._send(batch)
         finally:
             self._delivering = False

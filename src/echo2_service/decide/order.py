@@ -33,42 +33,42 @@ class ModelOrder:
     """The requests of one model. `next_number`: the expected number of the next request."""
 
     next_number: int = 1
-    _held: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _waiting: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def arrive(self, request: str, number: int | None, now: float) -> list[Released]:
         """Add a request; return those that may run now, in order."""
-        if number is None or number < self.next_number or number in self._held:
+        if number is None or number < self.next_number or number in self._waiting:
             return [Released(request)]
-        self._held[number] = (request, now)
+        self._waiting[number] = (request, now)
         return self._drain()
 
     def copy(self) -> ModelOrder:
         """Return an order that can be changed without a change of this one."""
-        return ModelOrder(self.next_number, dict(self._held))
+        return ModelOrder(self.next_number, dict(self._waiting))
 
     @property
     def num_held(self) -> int:
         """How many requests wait for an earlier one."""
-        return len(self._held)
+        return len(self._waiting)
 
     def waits_for(self, request: str) -> int:
         """Return the number that a held request waits for; 0 if it is not held."""
-        return self.next_number if any(held == request for held, _ in self._held.values()) else 0
+        return self.next_number if any(one == request for one, _ in self._waiting.values()) else 0
 
     def expire(self, now: float) -> list[Released]:
         """Release requests that waited too long, each with the number that never arrived, and those they blocked."""
-        late = [number for number, (_, since) in self._held.items() if now - since >= GAP_SECONDS]
+        late = [number for number, (_, since) in self._waiting.items() if now - since >= GAP_SECONDS]
         if not late:
             return []
         missing, upto = self.next_number, max(late)
-        out = [Released(self._held.pop(number)[0], missing) for number in sorted(self._held) if number <= upto]
+        out = [Released(self._waiting.pop(number)[0], missing) for number in sorted(self._waiting) if number <= upto]
         self.next_number = min(upto + 1, NUMBER_MAX)
         return out + self._drain()
 
     def _drain(self) -> list[Released]:
         out = []
-        while self.next_number in self._held:
-            out.append(Released(self._held.pop(self.next_number)[0]))
+        while self.next_number in self._waiting:
+            out.append(Released(self._waiting.pop(self.next_number)[0]))
             self.next_number = min(self.next_number + 1, NUMBER_MAX)
         return out
 

@@ -30,7 +30,7 @@ class _Machine:
     name: str
     slots: int
     used: int = 0
-    held: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    snapshots: OrderedDict[str, None] = field(default_factory=OrderedDict)
     of_owner: Counter[str] = field(default_factory=Counter)
 
     def has_room(self, owner: str) -> bool:
@@ -48,7 +48,7 @@ class _Machine:
 
     def load(self, snapshot: str) -> float:
         """Return the load relative to the machine's size, with the cost of fetching this snapshot if it lacks it."""
-        return self.used / self.slots + (0.0 if snapshot in self.held else FETCH_LOAD)
+        return self.used / self.slots + (0.0 if snapshot in self.snapshots else FETCH_LOAD)
 
 
 @dataclass(slots=True)
@@ -114,10 +114,10 @@ class Placing:
                 del self._waiting[call.owner]
             call.machine = machine
             machine.take(call.owner, call.num_samples)
-            machine.held[call.snapshot] = None
-            machine.held.move_to_end(call.snapshot)
-            if len(machine.held) > HELD_MAX:
-                machine.held.popitem(last=False)
+            machine.snapshots[call.snapshot] = None
+            machine.snapshots.move_to_end(call.snapshot)
+            if len(machine.snapshots) > HELD_MAX:
+                machine.snapshots.popitem(last=False)
             self._used[call.owner] += call.num_samples
             placed.append((call.number, machine.name))
         return placed

@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.engines.engine import Completion
-from echo2.rollouts.chat_forms import OPENAI, ChatAnswer, Piece, message_of, openai_error, told
+from echo2.rollouts.chat_forms import OPENAI, ChatAnswer, Piece, message_of, openai_error, server_sent
 from echo2_service import tinker_pb2 as pb
 from echo2_service.backend import Ints, PromptCall, ReplyCall
 from echo2_service.calling import AnsweringProcess
@@ -301,4 +301,4 @@ def _without_versions(whole: dict[str, Any], fields: ChatBody) -> dict[str, Any]
 
 
 def _streamed(events: Iterator[dict[str, Any]]) -> Response:
-    return Response("".join([*map(told, events), OPENAI.last]), media_type="text/event-stream")
+    return Response("".join([*map(server_sent, events), OPENAI.last]), media_type="text/event-stream")

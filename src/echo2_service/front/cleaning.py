@@ -133,10 +133,10 @@ class Cleaning:
         self._database.delete_orphans()
 
     async def _delete_answers(self, now: float) -> None:
-        kept: list[tuple[float, dict[str, Any]]] = [(KEPT_SECONDS, {})]
-        kept += [(ANSWER_SECONDS_MIN, {"tenant": tenant}) for tenant in self._storage.answers_exceed()]
+        ages: list[tuple[float, dict[str, Any]]] = [(KEPT_SECONDS, {})]
+        ages += [(ANSWER_SECONDS_MIN, {"tenant": tenant}) for tenant in self._storage.answers_exceed()]
         are_gone = False
-        for seconds, where in kept:
+        for seconds, where in ages:
             while gone := self._database.older(requests, "ended", now - seconds, ROWS, columns=["id"], **where):
                 self._database.delete(requests, id=tuple(row.id for row in gone))
                 are_gone = True

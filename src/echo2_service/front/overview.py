@@ -69,8 +69,8 @@ class Overview:
         now, quotas = self._clock(), self._tariff.quotas
         by_tenant = tenants(self._database, now)
         for name, row in by_tenant.items():
-            kept = self._storage.known_bytes(name)
-            row["disk_gb"] = None if kept is None else kept / 1e9
+            num_bytes = self._storage.known_bytes(name)
+            row["disk_gb"] = None if num_bytes is None else num_bytes / 1e9
             row["quota_usd"] = of_tenant(quotas.quota_usd, name)
             row["quota_disk_gb"] = of_tenant(quotas.quota_disk_gb, name)
         shown = sorted(by_tenant.items(), key=lambda item: (-item[1]["oldest_wait_seconds"], -item[1]["usd"], item[0]))

@@ -226,9 +226,9 @@ class Storage:
         rows = sum(_row_bytes(database, table, tenant) for table in (sessions, models, samplers, checkpoints))
         rows += database.count(steps, tenant=tenant) * POINT_BYTES
         own_bytes = allocated_bytes(self.directory(tenant)) - sum(map(allocated_bytes, others))
-        held = sum(map(allocated_bytes, elsewhere))
+        elsewhere_bytes = sum(map(allocated_bytes, elsewhere))
         names = database.values(models.c.id, tenant=tenant)
-        return rows + max(0, own_bytes) + held + sum(map(self._backend.num_bytes, names))
+        return rows + max(0, own_bytes) + elsewhere_bytes + sum(map(self._backend.num_bytes, names))
 
     async def measure_all(self) -> None:
         """Measure the tenants that have quotas, and of those that share one the tenants that have written since."""

@@ -303,7 +303,7 @@ class Models:
         logprobs: list[array[float]] = []
         total = 0.0
         passes = model.tenants.passes(data.rows)
-        kept = model.tenants.gradients(call.model)
+        gradients = model.tenants.gradients(call.model)
         try:
             for part in passes:
                 started = time.perf_counter()
@@ -316,7 +316,7 @@ class Models:
                     model.has_gradients = True
                 yield
         except BaseException:
-            model.tenants.set_gradients(call.model, kept)
+            model.tenants.set_gradients(call.model, gradients)
             raise
         return Answer(trained=TrainOutput(data.by_client(logprobs), {"loss:sum": total}))
 

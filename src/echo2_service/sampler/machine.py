@@ -129,8 +129,8 @@ class FetchedWeights:
             excess -= num_bytes
             del self._adapters[payload]
             (self._contents / payload.ref.policy).unlink(missing_ok=True)
-        kept = [one for one in self._store.manifests() if one.ref.is_base_model or one.payload in self._adapters]
-        self._store.forget(kept)
+        manifests = [one for one in self._store.manifests() if one.ref.is_base_model or one.payload in self._adapters]
+        self._store.forget(manifests)
         await asyncio.to_thread(self._store.sweep)
 
 
@@ -167,8 +167,8 @@ class SamplerMachine:
             closing.callback(self._disconnected)
             attending = spawn(self._attend(), self._ending.fail)
             closing.callback(attending.cancel)
-            await asyncio.wait({attending, self._ending.told}, return_when=asyncio.FIRST_COMPLETED)
-            await (self._ending.told if self._ending.told.done() else attending)
+            await asyncio.wait({attending, self._ending.outcome}, return_when=asyncio.FIRST_COMPLETED)
+            await (self._ending.outcome if self._ending.outcome.done() else attending)
             raise InvariantError("a machine attends for ever, or fails")
 
     async def _close_samplers(self) -> None:

@@ -146,9 +146,9 @@ class ModelDirectories:
         )
 
     def keep_only(self, model: ServedModel | None) -> None:
-        kept = (model.directory, model.adapter) if model is not None else ()
+        own_paths = (model.directory, model.adapter) if model is not None else ()
         for path in self._root.iterdir():
-            if path not in kept and not path.is_symlink():
+            if path not in own_paths and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, snapshot: Snapshot, weights: str, config: str) -> Path:

@@ -376,7 +376,9 @@ class VllmServer:
     async def _forget_adapters(self) -> None:
         """The engine reads them from their paths when it computes the next token."""
         answer = await self._call("/collective_rpc", {"method": "list_loras"}, LOAD_SECONDS)
-        numbers = {int(number) for held in decode(answer, _Results).results for number in re.findall(r"\d+", str(held))}
+        numbers = {
+            int(number) for adapters in decode(answer, _Results).results for number in re.findall(r"\d+", str(adapters))
+        }
         for number in sorted(numbers):
             await self._call("/collective_rpc", {"method": "remove_lora", "args": [number]}, LOAD_SECONDS)
 

@@ -226,8 +226,8 @@ def has_share(state: PlannerState, worker: Worker, step: int) -> bool:
     """Whether this worker holds its share, by slots, of a step that is shared for now."""
     if step <= state.snapshots.last_before(state.options.max_staleness) or state.now >= shared_until(state):
         return False
-    held = (state.leases.get(lease_id) for lease_id in state.leases.of_worker(worker.worker_id))
-    num_held = sum(one is not None and one[1].group.kind == "train" and one[1].step == step for one in held)
+    leases = (state.leases.get(lease_id) for lease_id in state.leases.of_worker(worker.worker_id))
+    num_held = sum(one is not None and one[1].group.kind == "train" and one[1].step == step for one in leases)
     slots = max(1, state.fleet.active_groups)
     return num_held >= math.ceil(state.options.groups_per_step * state.fleet.at_once(worker) / slots)
 
@@ -330,8 +330,10 @@ def _latest(state: PlannerState, step: int) -> tuple[float, Lease, str] | None:
     """Return when the newest lease on a missing group becomes late, of the group whose is the first: (time, lease,
     worker).
     """
-    held = state.leases.longest_held(step)
-    dues = ((_late_at(state, standing, worker_id, lease), lease, worker_id) for standing, worker_id, lease in held)
+    candidates = state.leases.longest_held(step)
+    dues = (
+        (_late_at(state, standing, worker_id, lease), lease, worker_id) for standing, worker_id, lease in candidates
+    )
     return min(dues, key=lambda due: (due[0], due[1].lease_id), default=None)
 
 

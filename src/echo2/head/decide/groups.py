@@ -434,10 +434,10 @@ class LeaseTable:
 
     def _index(self, lease: Lease, is_newest: bool) -> None:
         """Add the newest lease on this lease's group to `_newest`, or remove it (before the leases on it change)."""
-        held = self._by_group.get(lease.group)
-        if not held or lease.group.kind != "train":
+        lease_ids = self._by_group.get(lease.group)
+        if not lease_ids or lease.group.kind != "train":
             return
-        newest, heaps = max(held), self._newest.setdefault(lease.step, {})
+        newest, heaps = max(lease_ids), self._newest.setdefault(lease.step, {})
         standing = self._standings[newest]
         if is_newest:
             heaps.setdefault(standing, LazyHeap()).set(newest, self._open[newest][1].granted_at)

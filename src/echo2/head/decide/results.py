@@ -39,12 +39,12 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
     the lease allowed.
     """
     done = has_result(state, event.group)
-    held = state.leases.get(event.lease_id)
-    if held is None:
+    open_lease = state.leases.get(event.lease_id)
+    if open_lease is None:
         if done:
             return "duplicate", f"{event.group} has a result already"
         return "late", f"lease {event.lease_id} is over"
-    worker_id, lease = held
+    worker_id, lease = open_lease
     if worker_id != event.worker_id:
         return "malformed", f"lease {event.lease_id} is held by {worker_id}"
     if lease.group != event.group or lease.num_samples != event.num_samples:
@@ -241,8 +241,8 @@ def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None
     """
     is_late = event.reason == "late"
     _replayed(state, event.worker_id, event.replay_seconds, is_failed=not is_late)
-    held = state.leases.get(event.lease_id)
-    group = held[1].group if held is not None and held[0] == event.worker_id else None
+    open_lease = state.leases.get(event.lease_id)
+    group = open_lease[1].group if open_lease is not None and open_lease[0] == event.worker_id else None
     _refuse(state, event, event.reason, event.detail, REFUSED_COST if is_late else MALFORMED_COST, group)
 
 
@@ -269,8 +269,8 @@ def _refuse(
     )
     if cost == MALFORMED_COST or event.lease_id >= state.leases.first_id:  # else an earlier head may have granted it
         state.penalties.refused(event.worker_id, cost, reason, state.now)
-    held = state.leases.get(event.lease_id)
-    if held is not None and held[0] == event.worker_id:
+    open_lease = state.leases.get(event.lease_id)
+    if open_lease is not None and open_lease[0] == event.worker_id:
         worker = state.fleet.get(event.worker_id)
         if worker is not None and word not in strangers.NO_FAULT:
             state.tell_rest(event.worker_id, state.fleet.rest(worker, state.now), f"a result of it was refused: {word}")
@@ -282,15 +282,15 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
     another could try, because that machine may be broken. The worker rests, so that others try the group. A group that
     keeps rollouts of an earlier lease gets other samples before it is given up.
     """
-    held = state.leases.get(event.lease_id)
-    if held is None or held[0] != event.worker_id:
+    open_lease = state.leases.get(event.lease_id)
+    if open_lease is None or open_lease[0] != event.worker_id:
         detail = f"lease {event.lease_id} failed, which it does not hold"
         state.penalties.refused(event.worker_id, REFUSED_COST, detail, now)
         return
     _replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
-    group = held[1].group
+    group = open_lease[1].group
     reason = event.reason if event.reason in FAILURES else "engine_failed"
-    is_overtaken = reason == "snapshot_gone" and is_from_before(state, held[1])
+    is_overtaken = reason == "snapshot_gone" and is_from_before(state, open_lease[1])
     end_lease(state, event.lease_id, "late" if is_overtaken else "failed", f"{reason}: {event.detail}")
     worker = state.fleet.get(event.worker_id)
     if worker is not None:

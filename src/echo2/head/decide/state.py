@@ -117,15 +117,15 @@ class RunHealth:
 
 class Snapshots:
     """`published`: the versions of the surviving history that a worker may have installed; `retained`: those that the
-    origin still stores; `published_at`: when the newest was published, in seconds. `held`: one that is stored until the
-    workers that receive it have it, since `held_since`. Verbs return what the origin may delete.
+    origin still stores; `published_at`: when the newest was published, in seconds. `held_ref`: one that is stored until
+    the workers that receive it have it, since `held_since`. Verbs return what the origin may delete.
     """
 
     def __init__(self) -> None:
         self.published: dict[int, SnapshotRef] = {}
         self.retained: dict[int, SnapshotRef] = {}
         self.published_at = 0.0
-        self.held: SnapshotRef | None = None
+        self.held_ref: SnapshotRef | None = None
         self.held_since = 0.0
 
     def restore(self, refs: Iterable[SnapshotRef], version: int) -> list[SnapshotRef]:
@@ -144,11 +144,11 @@ class Snapshots:
 
     def hold(self, ref: SnapshotRef | None, now: float) -> None:
         """Store this snapshot for workers that still receive it; None: there are no such workers."""
-        if ref != self.held:
-            self.held, self.held_since = ref, now
+        if ref != self.held_ref:
+            self.held_ref, self.held_since = ref, now
 
     def fall_back(self, version: int) -> list[SnapshotRef]:
-        self.held = None
+        self.held_ref = None
         for later in [v for v in self.published if v > version]:
             del self.published[later]
         return [self.retained.pop(v) for v in sorted(self.retained) if v > version]
@@ -157,8 +157,8 @@ class Snapshots:
         """Drop what the origin need not store any longer: versions below `oldest`, but not the `needed` ones and the
         newest few. No worker has a version below `oldest_installed`.
         """
-        held = None if self.held is None else self.held.version
-        olds = [v for v in sorted(self.retained)[:-num_kept] if v < oldest and v not in needed and v != held]
+        held_version = None if self.held_ref is None else self.held_ref.version
+        olds = [v for v in sorted(self.retained)[:-num_kept] if v < oldest and v not in needed and v != held_version]
         dropped = [self.retained.pop(version) for version in olds]
         for version in [v for v in self.published if v < oldest_installed and v not in self.retained]:
             del self.published[version]

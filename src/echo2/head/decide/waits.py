@@ -35,12 +35,12 @@ def _evaluation_waits(state: PlannerState) -> list[Wait]:
     waits = []
     leases = [lease for _, lease in state.leases.open_leases() if lease.group.kind == "eval"]
     for version, round_ in state.evaluation.rounds.items():
-        held = [lease for lease in leases if lease.group.number // round_.size == version]
-        num_unsampled = len(round_.waiting) + len(held)
+        of_round = [lease for lease in leases if lease.group.number // round_.size == version]
+        num_unsampled = len(round_.waiting) + len(of_round)
         num_unscored = round_.size - len(round_.done) - num_unsampled
         what = f"evaluation of version {version}: {{}} of {round_.size} tasks"
         if num_unsampled:
-            until = min((lease.deadline for lease in held), default=None)
+            until = min((lease.deadline for lease in of_round), default=None)
             reason = f"{what.format(num_unsampled)} not yet sampled"
             waits.append(Wait("head", "workers", round_.started_at, until, reason))
         if num_unscored:

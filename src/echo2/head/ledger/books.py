@@ -219,15 +219,15 @@ class Decisions:
                 )
 
     def _add(self, new: Decision) -> None:
-        kept = self._by_kind.setdefault(new.kind, deque(maxlen=DECISIONS_KEPT))
-        if kept and (kept[-1].at, kept[-1].reason) == (new.at, new.reason):
-            kept[-1].count += 1  # a fleet of thousands may be released at once
+        of_kind = self._by_kind.setdefault(new.kind, deque(maxlen=DECISIONS_KEPT))
+        if of_kind and (of_kind[-1].at, of_kind[-1].reason) == (new.at, new.reason):
+            of_kind[-1].count += 1  # a fleet of thousands may be released at once
         else:
-            kept.append(new)
+            of_kind.append(new)
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Return plain values for the ledger and status.json, the newest first."""
-        decisions = [one for kept in self._by_kind.values() for one in reversed(kept)]
+        decisions = [one for of_kind in self._by_kind.values() for one in reversed(of_kind)]
         return [asdict(one) for one in sorted(decisions, key=lambda one: -one.at)]
 
 

@@ -404,9 +404,9 @@ class Ledger:
 
     def sizes(self) -> dict[int, int]:
         """Return the number of rollouts of each group that is leased as a whole."""
-        held = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
+        query = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
         with self.together():
-            leased_sizes = {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
+            leased_sizes = {row["number"]: row["num_samples"] for row in self._execute(query, (self.policy,))}
         return {number: size for number, size in leased_sizes.items() if str(number) not in self.kept("top_up")}
 
     def kept(self, kind: str) -> dict[str, Any]:

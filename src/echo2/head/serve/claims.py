@@ -70,8 +70,8 @@ def known(head: Head, joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
         head.books.turn_away(joined.worker_id, "")
     before = head.planner.fleet.get(joined.worker_id)
     is_changed = before is not None and before.form != joined.form  # of two rounded policies it could send the better
-    held = () if is_changed else possible_claims(head.planner, joined.worker_id, joined.held_leases)
-    return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=held)
+    lease_ids = () if is_changed else possible_claims(head.planner, joined.worker_id, joined.held_leases)
+    return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=lease_ids)
 
 
 def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:

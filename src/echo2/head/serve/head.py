@@ -38,7 +38,7 @@ from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.connections import Connections
 from echo2.head.serve.reading import RunTokenizer, TaskReader
 from echo2.head.serve.results import Deliveries, Scoring
-from echo2.head.store.contents import Kept
+from echo2.head.store.contents import RunContents
 from echo2.head.store.mirror import Mirror
 from echo2.reward.judge import open_judge
 from echo2.reward.reward_processes import RewardProcesses
@@ -234,10 +234,10 @@ class Head:
         self.books = RunBooks(rundir, config, self.run_id, self.ledger, held_out, self.clock)
         self.event_log = EventLog(rundir.events, self.options)
         self.distribution = self._distribution()
-        self.kept: Kept | None = None
+        self.contents: RunContents | None = None
         if mirror is not None:
-            self.kept = Kept(rundir, identity, self.ledger, self.distribution.archive.store, mirror)
-            self.books.metrics.follow(self.kept.keep_row)
+            self.contents = RunContents(rundir, identity, self.ledger, self.distribution.archive.store, mirror)
+            self.books.metrics.follow(self.contents.keep_row)
         self.tasks = TaskReader(self.train_tasks, held_out, lambda: len(self.planner.leases))
         #: The tokenizer comes with the first snapshot.
         self.tokenizer: asyncio.Future[RunTokenizer] = asyncio.get_running_loop().create_future()

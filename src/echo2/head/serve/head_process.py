@@ -66,8 +66,8 @@ async def _serve(rundir: RunDir) -> None:
     address = config.head.advertised(bound)
     tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
-    if head.kept is not None:
-        head.kept.keep_files()
+    if head.contents is not None:
+        head.contents.keep_files()
     sending = spawn(mirror.run(head.ending.fail), head.ending.fail) if mirror is not None else None
     loop = asyncio.get_running_loop()
     for number, words in STOP_WORDS.items():
@@ -104,8 +104,8 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
     disk, status_at = DiskWatch(head.rundir.path), 0.0
     while True:
         try:
-            if head.kept is not None:
-                head.kept.keep_files()
+            if head.contents is not None:
+                head.contents.keep_files()
             disk.look(head.books.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints))
             pause(head, disk.reason or (head.mirror.trouble if head.mirror is not None else ""))
             service.expel(identity.revoked())

@@ -86,7 +86,7 @@ class LearnerCalls:
     async def take_groups(self, peer: Peer, request: wire.TakeGroups) -> AsyncIterator[bytes]:
         head, learner = self._head, self._learner(request.epoch)
         feed = learner.open_feed()
-        held: list[tuple[bytes, ...]] = []
+        left_over: list[tuple[bytes, ...]] = []
         is_whole = False
         try:
             _raise_refused(head.events.dispatch(ev.GroupsWanted(request.step)))
@@ -94,7 +94,7 @@ class LearnerCalls:
             if head.ending.stopping:
                 feed.put_nowait(wire.StepDone(stop=True, reason=head.ending.stopping))
             while not is_whole:
-                fed = await _together(feed, held)
+                fed = await _together(feed, left_over)
                 if fed is None:
                     raise PeerError("unknown_learner", "this learner has a new session, or another took its place")
                 message, is_whole = fed
@@ -169,21 +169,21 @@ class LearnerCalls:
         version, oldest = (messages.whole_number("version", number) for number in (report.version, report.oldest_kept))
         head.events.dispatch(ev.CheckpointSaved(version, oldest))
         spared = {best_version(report.versions, head.books.metrics.accuracies), *head.planner.evaluation.rounds}
-        return wire.CheckpointReply(spared=[held for held in report.versions if held in spared])
+        return wire.CheckpointReply(spared=[one for one in report.versions if one in spared])
 
     async def learner_report(self, peer: Peer, report: wire.LearnerReport) -> wire.Empty:
         self._learner(report.epoch).tell(printable(report.doing))
         return wire.Empty()
 
 
-async def _together(feed: Feed, held: list[tuple[bytes, ...]]) -> tuple[bytes, bool] | None:
+async def _together(feed: Feed, left_over: list[tuple[bytes, ...]]) -> tuple[bytes, bool] | None:
     """Return the next items of the feed in one message (`FedGroups`), which costs far more than a group, and whether
     the step is done. None: the stream ends.
-    `held`: the group that did not fit into the previous message; on return, the one that did not fit into this one.
+    `left_over`: the group that did not fit into the previous message; on return, that which did not fit into this one.
     """
     pieces: list[bytes] = []
     size = 0
-    item: tuple[bytes, ...] | wire.StepDone | None = held.pop() if held else await feed.get()
+    item: tuple[bytes, ...] | wire.StepDone | None = left_over.pop() if left_over else await feed.get()
     while True:
         if item is None:
             return None
@@ -191,7 +191,7 @@ async def _together(feed: Feed, held: list[tuple[bytes, ...]]) -> tuple[bytes, b
             return b"".join([*pieces, packed(wire.FedGroups(done=item))]), True
         size += sum(map(len, item))
         if pieces and size > FEED_BYTES:
-            held.append(item)
+            left_over.append(item)
             return b"".join(pieces), False
         pieces += fed_group(item)
         if feed.empty():
@@ -220,9 +220,9 @@ def _mismatches(metrics: dict[str, Any]) -> Iterator[ev.WorkerMismatch]:
 async def _keep_snapshots(head: Head) -> None:
     """Have the snapshots that there are kept in the run's store, if it has one. Publishing waits for a while: without
     the snapshot, a head that takes over could not have its groups sampled again as they were."""
-    if head.kept is None or head.mirror is None:
+    if head.contents is None or head.mirror is None:
         return
-    keeping = head.spawn(head.kept.keep_snapshots())
+    keeping = head.spawn(head.contents.keep_snapshots())
     if not head.mirror.lag_seconds:
         await asyncio.wait({keeping}, timeout=UPLOAD_SECONDS)
 

@@ -85,8 +85,8 @@ def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
     if not head.options.dynamic_sampling:
         return {}
     groups = head.planner.groups
-    kept = sum(record.is_flat for record in groups.of_step(step) if record.state != "retired")
-    return {"schedule/resampled": groups.num_uninformative(step), "schedule/uninformative_kept": kept}
+    num_kept = sum(record.is_flat for record in groups.of_step(step) if record.state != "retired")
+    return {"schedule/resampled": groups.num_uninformative(step), "schedule/uninformative_kept": num_kept}
 
 
 def fleet_metrics(head: Head) -> dict[str, Any]:

@@ -8,7 +8,7 @@ processes compute the rewards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 
 from echo2.config import Config
@@ -202,7 +202,7 @@ class Deliveries:
                 ended before the environment had replayed the result.
             UserError: the environment fails.
         """
-        kept = parse_group(self._ledger.rollouts(lease.group.number)) if lease.first_sample else None
+        earlier = parse_group(self._ledger.rollouts(lease.group.number)) if lease.first_sample else None
         task, config = await self._tasks.task(lease.group, lease.cursor), self._config
         tokenizer = self._tokenizer.result()
         member = self._identity.member(worker_id)
@@ -243,23 +243,23 @@ class Deliveries:
             tokenizer.check_ends(group, params.max_tokens)
         if not (group.logged or member.is_own):
             self._copied.check(group, member.ticket_id)
-        as_told = delivery.rollouts if group.rollouts is decoded_rollouts and not (by_harness or kept) else ()
-        return self._delivered(worker_id, lease, group, kept, as_told)
+        is_as_delivered = group.rollouts is decoded_rollouts and not (by_harness or earlier)
+        return self._delivered(worker_id, lease, group, earlier, delivery.group if is_as_delivered else None)
 
     def _delivered(
         self,
         worker_id: str,
         lease: Lease,
         group: RolloutGroup,
-        kept: RolloutGroup | None,
-        as_told: Sequence[wire.Rollout],
+        earlier: RolloutGroup | None,
+        delivered: wire.RolloutGroup | None,
     ) -> ev.GroupDelivered:
         """Return the event of a checked result, with the rollouts that its group kept of earlier ones."""
         lost, sampled_seconds = group.lost, group.generate_seconds
-        group = group if kept is None else joined(kept, group)
+        group = group if earlier is None else joined(earlier, group)
         if group.logged:  # these rollouts come from the user's log and were not checked when decoded
             messages.check_rollouts(group.rollouts)
-        stored = messages.encode_group(group, as_told).SerializeToString()
+        stored = messages.encode_group(group, delivered).SerializeToString()
         if len(stored) > GROUP_BYTES_MAX:
             raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
         versions = sorted({version for rollout in group.rollouts for _, version in rollout.version_spans})

@@ -275,12 +275,12 @@ class Service:
         """Return the event that tells the planner of a result."""
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
         claims.check_not_expelled(head, peer.peer_id)
-        held = head.planner.leases.get(lease_id)
+        open_lease = head.planner.leases.get(lease_id)
         event: _Result
         try:
-            if held is None or held[0] != peer.peer_id:  # not read: the planner refuses it, and says why
-                return ev.GroupDelivered(peer.peer_id, lease_id, messages.group_ref(delivery), 0, 0, 0, 0)
-            event = await head.deliveries.read(peer.peer_id, held[1], delivery)
+            if open_lease is None or open_lease[0] != peer.peer_id:  # not read: the planner refuses it, and says why
+                return ev.GroupDelivered(peer.peer_id, lease_id, messages.group_ref(delivery.group), 0, 0, 0, 0)
+            event = await head.deliveries.read(peer.peer_id, open_lease[1], delivery)
         except UserError as error:  # reported as if the environment had failed at the worker
             event = ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error), traceback_of(error))
         except PeerError as error:

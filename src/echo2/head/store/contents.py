@@ -46,7 +46,7 @@ _FILES = (
 UPLOAD_SECONDS = 30.0
 
 
-class Kept:
+class RunContents:
     """What of a run is kept in its ledger, and beside it in the store of `mirror`."""
 
     def __init__(
@@ -99,15 +99,15 @@ class Kept:
         its chunks in the manifest's order."""
         async with self._one_by_one:
             objects = self._mirror.objects
-            kept: dict[str, str] = self._ledger.kept("snapshot")
+            keys: dict[str, str] = self._ledger.kept("snapshot")
             listed = {blake3(one.text).hexdigest()[:32]: one for one in self._chunks.manifests()}
             try:
                 for name, manifest in listed.items():
-                    if name not in kept:
+                    if name not in keys:
                         key = f"snapshots/{name}-{self._mirror.epoch}"
                         await asyncio.to_thread(objects.upload, key, self._pieces(manifest))
                         self._ledger.keep("snapshot", name, key)
-                gone = {name: key for name, key in kept.items() if name not in listed}
+                gone = {name: key for name, key in keys.items() if name not in listed}
                 for name in gone:
                     self._ledger.forget("snapshot", name)
                 if gone:
@@ -157,13 +157,13 @@ def restore_snapshots(objects: Objects, ledger: Ledger, store: ChunkStore) -> No
 
 
 def _restore(pieces: Iterator[bytes], store: ChunkStore) -> None:
-    held = bytearray()
+    buffer = bytearray()
 
     def take(num_bytes: int) -> bytes:
-        while len(held) < num_bytes and (piece := next(pieces, b"")):
-            held.extend(piece)
-        data = bytes(held[:num_bytes])
-        del held[:num_bytes]
+        while len(buffer) < num_bytes and (piece := next(pieces, b"")):
+            buffer.extend(piece)
+        data = bytes(buffer[:num_bytes])
+        del buffer[:num_bytes]
         return data
 
     manifest = Manifest.from_bytes(take(int.from_bytes(take(8), "big")))

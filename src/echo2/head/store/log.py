@@ -83,13 +83,13 @@ def sealed(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 def unsealed(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the pieces of a sealed copy. Raises UserError at their end: they are not as they were sealed."""
-    digest, held = blake3(), b""
+    digest, tail = blake3(), b""
     for piece in pieces:
-        held += piece
-        data, held = held[:-_DIGEST_BYTES], held[-_DIGEST_BYTES:]
+        tail += piece
+        data, tail = tail[:-_DIGEST_BYTES], tail[-_DIGEST_BYTES:]
         digest.update(data)
         yield data
-    if digest.digest() != held:
+    if digest.digest() != tail:
         raise _lost(f"its copy of the ledger, {name}, whose digest is wrong now")
 
 
@@ -225,18 +225,18 @@ def send(objects: Objects, position: int, entry: Entry) -> Entry:
     return decode(entry_bytes, Entry)
 
 
-def read_sign(found: bytes | None) -> SignOfLife | None:
+def read_sign(sign_bytes: bytes | None) -> SignOfLife | None:
     """Return the sign of life that was found; None: there is none yet, or it was torn."""
     try:
-        return decode(found or b"", SignOfLife)
+        return decode(sign_bytes or b"", SignOfLife)
     except UserError:
         return None
 
 
-def why_over(objects: Objects, found: bytes | None) -> str:
+def why_over(objects: Objects, sign_bytes: bytes | None) -> str:
     """Return why the run is over, if it is, by a sign of life that was found. The last words of a head that another has
     followed do not count. Raises as `LogReader.catch_up`."""
-    sign = read_sign(found)
+    sign = read_sign(sign_bytes)
     if sign is not None and sign.over:
         end = LogReader(objects, _Nothing())
         end.catch_up()

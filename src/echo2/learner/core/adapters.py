@@ -321,20 +321,20 @@ def load_base(
     largest = max((tensor.num_bytes, tensor.dtype) for tensor in snapshot.tensors.values())[1]
     is_rounded = dtype != "stored" and "F32" in {tensor.dtype for tensor in snapshot.tensors.values()}
     is_half, on_cpu = is_rounded or largest in ("BF16", "F16"), pick_device(device).type == "cpu"
-    held = "float32" if is_half and on_cpu else "bfloat16" if is_half and is_rounded else "stored"
-    policy = load_policy(str(directory), held, device, mesh, in_4_bits=dtype == "nf4")
+    stored_as = "float32" if is_half and on_cpu else "bfloat16" if is_half and is_rounded else "stored"
+    policy = load_policy(str(directory), stored_as, device, mesh, in_4_bits=dtype == "nf4")
     decoded = _decoded(policy)
     if is_rounded or decoded:
-        snapshot = rounded(snapshot, policy.layout.kept, decoded)
-    if is_rounded and held != "bfloat16":
+        snapshot = rounded(snapshot, policy.layout.float32_names, decoded)
+    if is_rounded and stored_as != "bfloat16":
         _round_to_bfloat16(policy)
     return BaseModel(policy, snapshot)
 
 
 def _round_to_bfloat16(policy: Policy) -> None:
-    kept = {policy.layout.places[name].name for name in policy.layout.kept}
+    float32_names = {policy.layout.places[name].name for name in policy.layout.float32_names}
     for name, tensor in policy.held().items():
-        if name not in kept and tensor.dtype == torch.float32:
+        if name not in float32_names and tensor.dtype == torch.float32:
             tensor.copy_(tensor.to(torch.bfloat16))
 
 

@@ -68,7 +68,8 @@ class PackedBatch:
     """One forward pass.
 
     positions_BT and ends_BT are None in the plain layout. Otherwise a row's token i attends to j <= i if i < ends[j].
-    predict_u indexes the flattened B * T positions; loss token i is predicted at predict_u[position_n[i]]. Sequence s
+    predict_u indexes the flattened B * T positions; loss token i is predicted at predict_u[position_n[i]]. Its row of
+    candidates_nW has the token itself, and then a teacher's k most likely ones (W = 1 + k; k may be 0). Sequence s
     is datum data_S[s] of the packed data. routes_BTLk (int16; None: no datum has routes) are the experts of each token:
     where data share a token, the first one's. `LIVE` where there are none.
     """
@@ -78,7 +79,7 @@ class PackedBatch:
     ends_BT: Tensor | None
     predict_u: Tensor
     position_n: Tensor
-    target_n: Tensor
+    candidates_nW: Tensor
     loss_tokens: LossTokens
     supports: tuple[Support, ...]
     data_S: tuple[int, ...]
@@ -315,7 +316,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
         routes.append(longest - start)
     predict_u, position_n = np.unique(np.concatenate(predict), return_inverse=True)
     strips = [strip for row in rows for strip in row]
-    target_n, loss_tokens, supports = _loss_side(strips)
+    candidates_nW, loss_tokens, supports = _loss_side(strips)
     places = tuple(place for strip in strips for place in strip.places)
     routes_NLk = _joined(routes)
     return PackedBatch(
@@ -324,7 +325,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
         torch.from_numpy(ends_BT) if masked else None,
         torch.from_numpy(predict_u),
         torch.from_numpy(position_n),
-        target_n,
+        candidates_nW,
         loss_tokens,
         supports,
         places,
@@ -345,7 +346,7 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         return torch.from_numpy(np.concatenate(pieces))
 
     sources = tuple(sorted({datum.source for datum in data}))
-    top_tokens_nk, top_teacher_nk = _top(data, losses)
+    candidates_nW, top_teacher_nk = _candidates(data, losses)
     loss_tokens = LossTokens(
         behaviour_n=column("behaviour_logprobs", np.float32),
         advantage_n=column("advantages", np.float64),
@@ -356,17 +357,13 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         weight_n=column("weights", np.float64, default=1.0),
         reference_n=column("reference_logprobs", np.float64),
         teacher_n=column("teacher_logprobs", np.float64),
-        top_tokens_nk=top_tokens_nk,
         top_teacher_nk=top_teacher_nk,
         top_policy_nk=top_teacher_nk,
         entropy_n=torch.zeros(sum(len(at) for at in losses)),
         clip_low_n=column("clip_low", np.float64, default=math.nan),
         clip_high_n=column("clip_high", np.float64, default=math.nan),
     )
-    targets = [_view(datum.tokens if datum.targets is None else datum.targets) for datum in data]
-    pieces = [each[at] for each, at in zip(targets, losses, strict=True)]
-    target_n = torch.from_numpy(np.concatenate(pieces, dtype=np.int64))
-    return target_n, loss_tokens, _supports(data, losses)
+    return candidates_nW, loss_tokens, _supports(data, losses)
 
 
 def _lags(datum: Datum, at: Ints) -> Ints:
@@ -378,18 +375,21 @@ def _lags(datum: Datum, at: Ints) -> Ints:
     return lags
 
 
-def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]:
-    """Return a teacher's most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
+def _candidates(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]:
+    """Return the tokens to predict, each with a teacher's most likely tokens behind it [n, 1 + k], and the logprobs of
+    the latter [n, k], -inf where a datum has fewer than another."""
     widths = [len(datum.top_tokens) // len(at) for datum, at in zip(data, losses, strict=True)]
-    shape = sum(map(len, losses)), max(widths)
-    tokens_nk, logprobs_nk = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
+    num_tokens, most = sum(map(len, losses)), max(widths)
+    tokens_nW = np.zeros((num_tokens, 1 + most), np.int64)
+    logprobs_nk = np.full((num_tokens, most), -np.inf, np.float32)
     start = 0
     for datum, at, width in zip(data, losses, widths, strict=True):
         rows = slice(start, start + len(at))
-        tokens_nk[rows, :width] = np.frombuffer(datum.top_tokens, np.int32).reshape(len(at), width)
+        tokens_nW[rows, 0] = _view(datum.tokens if datum.targets is None else datum.targets)[at]
+        tokens_nW[rows, 1 : 1 + width] = _view(datum.top_tokens).reshape(len(at), width)
         logprobs_nk[rows, :width] = np.frombuffer(datum.top_logprobs, np.float32).reshape(len(at), width)
         start += len(at)
-    return torch.from_numpy(tokens_nk), torch.from_numpy(logprobs_nk)
+    return torch.from_numpy(tokens_nW), torch.from_numpy(logprobs_nk)
 
 
 def _supports(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Support, ...]:

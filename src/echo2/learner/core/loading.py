@@ -92,7 +92,7 @@ def kept_in_float32(directory: Path, shapes: Mapping[str, tuple[int, ...]], dtyp
     """Return those stored tensors that transformers keeps in float32 in a model of `dtype`, where directory has its
     config.json."""
     half = next((each for each in HALVES if str(each) == f"torch.{dtype}"), None)
-    return frozenset() if half is None else hub_layout(_read_config(directory), shapes, half).kept
+    return frozenset() if half is None else hub_layout(_read_config(directory), shapes, half).float32_names
 
 
 def _read_config(directory: Path) -> Any:
@@ -155,8 +155,8 @@ class _Reader:
         self._pieces = defaultdict[str, list[tuple[str, TensorPart]]](list)
         for key, place in layout.places.items():
             self._pieces[place.name].append((key, place))
-        kept = {layout.places[key].name for key in layout.kept} if dtype in HALVES else set()
-        self._dtypes = defaultdict[str, torch.dtype](lambda: dtype, dict.fromkeys(kept, torch.float32))
+        float32_names = {layout.places[key].name for key in layout.float32_names} if dtype in HALVES else set()
+        self._dtypes = defaultdict[str, torch.dtype](lambda: dtype, dict.fromkeys(float32_names, torch.float32))
         self._read = WeakValueDictionary[nn.Parameter, nn.Parameter]()  # entries of cut parts vanish
 
     def fill(self, part: nn.Module) -> None:

@@ -54,8 +54,7 @@ class LossTokens:
     weight_n     factor of the token's loss in the sum (the loss itself may ignore it)
     reference_n  a reference policy's logprobs
     teacher_n    a teacher's logprobs
-    top_tokens_nk   a teacher's k most likely tokens at each drawn token; k may be 0
-    top_teacher_nk  the teacher's logprobs of these tokens, -inf where there are fewer
+    top_teacher_nk  a teacher's logprobs of its k most likely tokens, -inf where there are fewer; k may be 0
     top_policy_nk   the policy's logprobs of these tokens, with gradient; set by the trainer after the forward pass
     entropy_n    entropy of the policy's distribution at the token; also set by the trainer
     clip_low_n, clip_high_n  bounds of the token's ratio that its datum names; NaN: it names none
@@ -70,7 +69,6 @@ class LossTokens:
     weight_n: Tensor
     reference_n: Tensor
     teacher_n: Tensor
-    top_tokens_nk: Tensor
     top_teacher_nk: Tensor
     top_policy_nk: Tensor
     entropy_n: Tensor

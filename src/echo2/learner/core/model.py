@@ -84,16 +84,14 @@ def computes_in_bfloat16(setting: Literal["auto", "float32", "bfloat16"], device
 
 def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each loss token its log-probability [n], the entropy [n, without gradient] of the distribution at the
-    token, and the log-probabilities [n, k] of `LossTokens.top_tokens_nk`."""
+    token, and the log-probabilities [n, k] of the teacher's candidates."""
     is_wide_n = torch.ones_like(batch.position_n, dtype=torch.bool)
     for support in batch.supports:
         is_wide_n[support.rows_m] = False
     wide_m = is_wide_n.nonzero()[:, 0]
-    # The drawn token first, then the other candidates.
-    top_tokens_nk = batch.loss_tokens.top_tokens_nk
-    drawn_or_likely_mW = torch.cat([batch.target_n[wide_m, None], top_tokens_nk[wide_m]], dim=1)
-    choices = [Choice(batch.position_n[wide_m], drawn_or_likely_mW)] + [
-        Choice(batch.position_n[rows], torch.cat([batch.target_n[rows, None], support.tokens_mW], dim=1))
+    candidates_nW = batch.candidates_nW
+    choices = [Choice(batch.position_n[wide_m], candidates_nW[wide_m])] + [
+        Choice(batch.position_n[rows], torch.cat([candidates_nW[rows, :1], support.tokens_mW], dim=1))
         for support in batch.supports
         for rows in (support.rows_m,)
     ]
@@ -101,8 +99,8 @@ def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor, 
     logits_mW, *narrowed = scores.chosen
     position_m = batch.position_n[wide_m]
     logp_mW = logits_mW - scores.log_total_u[position_m, None]
-    logp_n = logits_mW.new_zeros(len(batch.target_n)).index_copy(0, wide_m, logp_mW[:, 0])
-    top_nk = logits_mW.new_zeros(top_tokens_nk.shape).index_copy(0, wide_m, logp_mW[:, 1:])
+    logp_n = logits_mW.new_zeros(len(candidates_nW)).index_copy(0, wide_m, logp_mW[:, 0])
+    top_nk = logits_mW.new_zeros(candidates_nW[:, 1:].shape).index_copy(0, wide_m, logp_mW[:, 1:])
     entropy_n = torch.zeros_like(logp_n.detach()).index_copy_(0, wide_m, scores.entropy_u[position_m])
     for support, logits_mW in zip(batch.supports, narrowed, strict=True):
         allowed_mW = logits_mW[:, 1:].masked_fill(~support.valid_mW, float("-inf"))
@@ -308,7 +306,7 @@ class Policy:
     def stored_dtype(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype that a stored tensor has in a model of `dtype`; None: that of the weights. What transformers
         keeps in float32 in a model of 16 bits stays so."""
-        return None if dtype in HALVES and name in self.layout.kept else dtype
+        return None if dtype in HALVES and name in self.layout.float32_names else dtype
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
         """Return all tensors of the model by stored name, as bytes that are read on demand. Floating-point weights are

@@ -144,8 +144,8 @@ def make_optimizer(
 
 def gradient_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
     """Return the gradient of a parameter, wherever it is."""
-    kept = optimizer.gradients.get(parameter) if isinstance(optimizer, HostAdamW) else None
-    return parameter.grad if kept is None else kept
+    gradient = optimizer.gradients.get(parameter) if isinstance(optimizer, HostAdamW) else None
+    return parameter.grad if gradient is None else gradient
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

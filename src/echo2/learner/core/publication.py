@@ -270,10 +270,10 @@ class UnlinkedFile:
         data = passing_bytes(stop - start)
         done = 0
         while done < data.nbytes:
-            got = os.preadv(self._file, [data[done:]], at + start + done)
-            if not got:
+            num_read = os.preadv(self._file, [data[done:]], at + start + done)
+            if not num_read:
                 raise InvariantError(f"bytes {start} to {stop} at {at} were never written")
-            done += got
+            done += num_read
         return data
 
     def write(self, at: int, data: bytes | memoryview) -> None:

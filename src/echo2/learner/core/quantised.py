@@ -55,9 +55,9 @@ class Nf4Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        held: Tensor | None = self.bias
+        bias: Tensor | None = self.bias
         apply: Any = _Product.apply
-        product: Tensor = apply(x, self, held if held is None else held.to(x.dtype))
+        product: Tensor = apply(x, self, bias if bias is None else bias.to(x.dtype))
         return product
 
 

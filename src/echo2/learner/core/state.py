@@ -260,8 +260,8 @@ def write_whole(directory: Path, name: str, to: Path, dtype: str = "") -> None:
         OSError: the file can't be written.
     """
     with open_tensors(directory, name) as tensors, to.open("wb") as file:
-        kept = kept_in_float32(directory, tensors.shapes, dtype) if dtype and name == WEIGHTS else ()
-        stored_as = {key: "" if key in kept else dtype for key in tensors.shapes}
+        float32_names = kept_in_float32(directory, tensors.shapes, dtype) if dtype and name == WEIGHTS else ()
+        stored_as = {key: "" if key in float32_names else dtype for key in tensors.shapes}
         for piece in safetensors_pieces({key: _stored(tensors, key, stored_as[key]) for key in tensors.shapes}):
             file.write(piece)
 

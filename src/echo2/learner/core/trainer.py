@@ -356,9 +356,9 @@ class Trainer:
             OPTIMIZER_FILE: {key: (tensor, whole_place(key, tensor)) for key, tensor in moments.items()},
         }
         files, base = trained.policy.files, trained.policy.base_model
-        kept = client if base is None else {**client, BASE_MODEL: base.policy}
+        client_data = client if base is None else {**client, BASE_MODEL: base.policy}
         others = {trained.policy.weights_file: trained.policy.others}
-        reader, saving = begin_saving(self._writer, self._mesh, directory, kept, files, contents, others)
+        reader, saving = begin_saving(self._writer, self._mesh, directory, client_data, files, contents, others)
         trained.readers.append(reader)
         return saving
 

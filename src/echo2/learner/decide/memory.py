@@ -97,14 +97,14 @@ class LearnerSetup:
         sharing = 1 if self.lora_rank else ranks
         frozen = shape.parameters if self.lora_rank else 0
         packed = shape.linear_parameters if self.quantised == "base" else 0
-        held = self.base_bytes * (frozen - packed) + int(NF4_BYTES * packed)
+        frozen_bytes = self.base_bytes * (frozen - packed) + int(NF4_BYTES * packed)
         reference = 4 * shape.parameters if self.keeps_reference and not self.lora_rank else 0
         activations = tokens * self.token_bytes(checkpointing)
         # Of the embedding's and the head's gradients, before they are summed, after the activations are freed.
         vocabulary = 0 if self.lora_rank else 4 * shape.vocabulary * (2 if shape.tied else 1)
         return {
             "process": PROCESS_BYTES,
-            "weights": 4 * trained // sharing + held // ranks,
+            "weights": 4 * trained // sharing + frozen_bytes // ranks,
             "reference": reference // ranks,
             "teachers": (2 if self.is_bfloat16 else 4) * self.teachers // ranks,
             "gradients": 0 if self.offloaded == GRADIENTS else 4 * trained // sharing,
@@ -133,8 +133,8 @@ class LearnerSetup:
         """Bytes that a learner on a GPU puts into the machine's memory while a worker has the GPU: what it keeps from
         one step to the next."""
         parts = self.parts(0, checkpointing=True)
-        kept = ("weights", "reference", "teachers", *(() if self.offloaded else ("moments",)))
-        return sum(parts[part] for part in kept)
+        parked_parts = ("weights", "reference", "teachers", *(() if self.offloaded else ("moments",)))
+        return sum(parts[part] for part in parked_parts)
 
     @property
     def _moments(self) -> int:
@@ -148,8 +148,8 @@ class LearnerSetup:
         """Bytes of activations per token: the tensors kept for the backward pass, and those of one running layer."""
         shape, layers = self.shape, [self.layer_token_bytes(layer) for layer in self.shape.layers]
         residual, running = 4 * shape.hidden, max(layers)
-        kept = len(layers) * residual + running if checkpointing else sum(layers)
-        return kept + running + 4 * residual
+        saved_bytes = len(layers) * residual + running if checkpointing else sum(layers)
+        return saved_bytes + running + 4 * residual
 
     def layer_token_bytes(self, layer: LayerShape) -> int:
         """Bytes that autograd keeps per token in a layer."""
@@ -218,9 +218,9 @@ def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length:
     weights: `engine_parts`. Not counted: on a GPU a swap takes one if there is room, and nothing if it works in place.
     """
     weights, length = bytes_per_value * shape.parameters, min(length, shape.max_positions)
-    kept = (layer.cache * min(length, layer.window or length) for layer in shape.layers)
+    cache_values = (layer.cache * min(length, layer.window or length) for layer in shape.layers)
     state = 4 * sum(layer.state for layer in shape.layers)  # recurrent states stay float32
-    cache = rollouts * (bytes_per_value * sum(kept) + state)
+    cache = rollouts * (bytes_per_value * sum(cache_values) + state)
     return {
         "process": PROCESS_BYTES,
         "weights": weights,

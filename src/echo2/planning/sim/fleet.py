@@ -138,7 +138,7 @@ class SimWorker(Actor):
         self.peering.restart()
         self.scheduler.base_models = self.peering.whole_base_models()
         self._sampling: dict[int, _Sampling] = {}
-        self.held: tuple[SnapshotRef, ...] = ()  # what the engine can check under
+        self.held_refs: tuple[SnapshotRef, ...] = ()  # what the engine can check under
         self._wakes = 0
         self._heartbeat_seconds = self.scenario.heartbeat_seconds
         self._stands_until = self._stood_seconds = 0.0
@@ -262,13 +262,13 @@ class SimWorker(Actor):
     def _joined(self) -> ev.WorkerJoined:
         """Return the worker's report about itself when it joins."""
         scheduler = self.scheduler
-        held = (*scheduler.waiting, *scheduler.generating, *scheduler.produced)
+        lease_ids = (*scheduler.waiting, *scheduler.generating, *scheduler.produced)
         return ev.WorkerJoined(
             self.name,
             self.scheduler.most_slots,
             self.spec.price_usd_per_hour,
             scheduler.installed,
-            held,
+            lease_ids,
             self.spec.offer,
             self.spec.ticket,
             self.spec.draws,
@@ -386,7 +386,7 @@ class SimWorker(Actor):
         incoming = self.scheduler.incoming
         outcome = self.peering.install(payload, None if incoming is None else incoming.payload)
         if isinstance(outcome, wev.SnapshotInstalled):
-            self.held = (payload.ref, *self.held[:1])
+            self.held_refs = (payload.ref, *self.held_refs[:1])
             for sampling in self._sampling.values():
                 if self.scheduler.swap != "apart":
                     sampling.newest = payload.ref
@@ -456,10 +456,10 @@ class SimWorker(Actor):
         """Read a group again, which takes some of the time that sampling it takes."""
         sampler, command = self.world.actors[check.sampled_by], check.command
         assert isinstance(sampler, SimWorker)
-        cost, verdict = sampler.judged(command, self.held)
+        cost, verdict = sampler.judged(command, self.held_refs)
         self.post(CHECK_COST * cost * self.group_seconds, _Read(replace(verdict, worker_id=self.name)))
 
-    def judged(self, command: do_head.CheckGroup, held: tuple[SnapshotRef, ...]) -> tuple[float, ev.GroupChecked]:
+    def judged(self, command: do_head.CheckGroup, held_refs: tuple[SnapshotRef, ...]) -> tuple[float, ev.GroupChecked]:
         """Return what a check of this worker's group finds where these snapshots are held, and the tokens that are read
         for it, as a multiple of those sampled.
         """
@@ -467,7 +467,7 @@ class SimWorker(Actor):
         if claim is None:
             return 0.0, ev.GroupChecked("", command.group, missed="its rollouts are not kept any more")
         named = {claim.oldest_version, claim.newest_version}
-        if not named <= {ref.version for ref in held if ref.history == command.ref.history}:
+        if not named <= {ref.version for ref in held_refs if ref.history == command.ref.history}:
             return 0.0, ev.GroupChecked("", command.group, num_skipped=claim.num_tokens)
         fault = "its tokens were not drawn so" if self.spec.forges else ""
         return 1.0, ev.GroupChecked("", command.group, claim.num_tokens, fault)

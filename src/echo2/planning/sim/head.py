@@ -280,8 +280,8 @@ class SimHead(Actor):
 
     def _joined(self, body: ev.GroupDelivered) -> ev.GroupDelivered:
         """Return a result with the rollouts that its group has already, as `serve.results` does."""
-        held, sent = self.planner.leases.get(body.lease_id), body.rollouts
-        if held is None or not held[1].first_sample or not isinstance(sent, SampledBatch):
+        open_lease, sent = self.planner.leases.get(body.lease_id), body.rollouts
+        if open_lease is None or not open_lease[1].first_sample or not isinstance(sent, SampledBatch):
             return body
         record = self.planner.groups.get(body.group.number)
         oldest = body.oldest_version if record is None else min(body.oldest_version, record.oldest_version or 0)

@@ -231,8 +231,8 @@ class SimLearner(Actor):
     def _save(self) -> None:
         """Write the checkpoints that are due, once every earlier snapshot is published."""
         while self._unsaved and all(version > self._unsaved[0][0] for version in self._unpublished):
-            kept = self.scenario.learner.keep_checkpoints
-            self.checkpoints = [*self.checkpoints, self._unsaved.pop(0)][-kept:]
+            num_kept = self.scenario.learner.keep_checkpoints
+            self.checkpoints = [*self.checkpoints, self._unsaved.pop(0)][-num_kept:]
             self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:

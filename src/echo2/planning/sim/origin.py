@@ -325,8 +325,8 @@ class Peering:
         self._cut = cut(weights, b"", self.scenario.snapshot_chunks)
         retained = [payload, incoming, list(self.manifests)[-1]]
         self.manifests = {key: value for key, value in self.manifests.items() if key in retained}
-        kept = {chunk for one in (*self.manifests.values(), *self.base_models.values()) for chunk in one.chunks}
-        self.stored = {chunk: piece for chunk, piece in self.stored.items() if chunk in kept}
+        chunks = {chunk for one in (*self.manifests.values(), *self.base_models.values()) for chunk in one.chunks}
+        self.stored = {chunk: piece for chunk, piece in self.stored.items() if chunk in chunks}
         return wev.SnapshotInstalled(payload.ref)
 
     def _decode(self, manifest: SimManifest, over: bytes) -> tuple[bytes, str]:

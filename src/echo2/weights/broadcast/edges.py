@@ -153,20 +153,20 @@ class Edges:
 
     # ---- closing -------------------------------------------------------------------------------------------------
 
-    def _bound(self, kept: dict[str, Any]) -> None:
+    def _bound(self, ends: dict[str, Any]) -> None:
         """Close idle connections above EDGES_MAX, except the newest. Busy ones stay: the routes bound their number."""
-        idle = [name for name, end in kept.items() if not end.is_busy]
-        for name in idle[: max(0, len(kept) - EDGES_MAX)]:
-            if name != next(reversed(kept)):
-                self._close(kept.pop(name))
+        idle = [name for name, end in ends.items() if not end.is_busy]
+        for name in idle[: max(0, len(ends) - EDGES_MAX)]:
+            if name != next(reversed(ends)):
+                self._close(ends.pop(name))
 
     def _close(self, end: Source | Dial) -> None:
         self._closing.spawn(end.close())
 
     async def close(self) -> None:
         """Close every connection."""
-        kept: dict[str, Any]
-        for kept in (self._dialled, self._awaited, self._dials):
-            for end in kept.values():
+        ends: dict[str, Any]
+        for ends in (self._dialled, self._awaited, self._dials):
+            for end in ends.values():
                 self._close(end)
         await asyncio.gather(*self._closing)

@@ -193,7 +193,7 @@ class PeerNode:
         self._unwritten: list[tuple[str, bytes, memoryview]] = []  # (source, hash, bytes) of chunks
         self._unwritten_bytes = 0  # of these chunks, and of those being written
         self._wrote, self._is_writing = asyncio.Event(), False
-        self._asked: dict[PayloadId, float] = {}
+        self._asked_since: dict[PayloadId, float] = {}
         self._wake: asyncio.TimerHandle | None = None
         self._chores = Background(on_error)
         self._measuring: asyncio.Task[None] | None = None
@@ -239,7 +239,7 @@ class PeerNode:
         """Fetch this payload instead of the one being fetched. Stored chunks that both share are kept."""
         missing = self._store.missing(manifest)
         if self._fetching is not None:
-            self._asked[self._fetching.payload] = -math.inf
+            self._asked_since[self._fetching.payload] = -math.inf
         self._fetching = _Fetching(manifest, missing)
         self._server.allowance.add(payload_bytes=self._fetching.bytes_total)
         self._chores.spawn(self._report_progress(self._fetching))
@@ -250,7 +250,7 @@ class PeerNode:
         """Stop fetching a payload that is no longer wanted."""
         if self._fetching is not None and self._fetching.payload == payload:
             self._fetching = None
-        self._asked[payload] = -math.inf
+        self._asked_since[payload] = -math.inf
         self._happen(ev.PayloadUnwanted(payload))
         self._server.reconsider()
 
@@ -309,7 +309,7 @@ class PeerNode:
         if self._fetching is not None and self._fetching.payload == command.payload:
             self._reports.whole(command.payload, self._fetching.bytes_total, command.tallies)
             self._fetching = None
-            self._asked[command.payload] = -math.inf  # no further chunks of this payload are expected
+            self._asked_since[command.payload] = -math.inf  # no further chunks of this payload are expected
         self._on_whole(command.payload)
 
     def _gone(self, command: do.PayloadGone) -> None:
@@ -379,9 +379,9 @@ class PeerNode:
         if self._fetching is not None and self._fetching.payload == payload:
             return True
         now = time.monotonic()
-        since = self._asked.setdefault(payload, now)
-        while len(self._asked) > ASKED_MAX:
-            del self._asked[next(iter(self._asked))]
+        since = self._asked_since.setdefault(payload, now)
+        while len(self._asked_since) > ASKED_MAX:
+            del self._asked_since[next(iter(self._asked_since))]
         return now - since < EARLY_SECONDS
 
     async def _report_progress(self, fetching: _Fetching) -> None:

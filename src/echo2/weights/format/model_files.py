@@ -174,11 +174,11 @@ def _are_equal(one: TensorSource, other: TensorSource) -> bool:
 
 
 def rounded(
-    base: Snapshot, kept: Collection[str] = (), replaced: Mapping[str, TensorSource] = MappingProxyType({})
+    base: Snapshot, float32_names: Collection[str] = (), replaced: Mapping[str, TensorSource] = MappingProxyType({})
 ) -> Snapshot:
-    """Return a base model with its weights of 32 bits, except those `kept`, rounded to bfloat16, and with other tensors
-    in place of those `replaced`, which gives it another name."""
-    tensors = {name: tensor if name in kept else _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
+    """Return a base model with its weights of 32 bits, except `float32_names`, rounded to bfloat16, and with other
+    tensors in place of those `replaced`, which gives it another name."""
+    tensors = {name: tensor if name in float32_names else _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
     tensors |= {name: replaced[name] for name in tensors if name in replaced}
     return Snapshot(base_model_of(tensors, base.files["config.json"]), tensors, base.files)
 

@@ -262,10 +262,10 @@ class Archive:
     ) -> list[PayloadId]:
         """Delete on the thread. Return the payloads that are no longer listed."""
         before = {manifest.payload for manifest in self.store.manifests()}
-        kept = worth_keeping(self.store, retained)
+        manifests = worth_keeping(self.store, retained)
         merged = [hash_ for hashes in list(self._merged.values()) for hash_ in hashes]
-        self.store.retain([*kept.values(), *joined], [*offered, *merged])
-        return sorted(before - kept.keys(), key=lambda payload: payload.ref)
+        self.store.retain([*manifests.values(), *joined], [*offered, *merged])
+        return sorted(before - manifests.keys(), key=lambda payload: payload.ref)
 
 
 def reachable(listed: Collection[Manifest]) -> set[SnapshotRef]:
@@ -282,9 +282,9 @@ def worth_keeping(store: ChunkStore, retained: Collection[SnapshotRef]) -> dict[
     """Return the payloads that lead to the retained snapshots, and for each policy the deltas up to its newest one: at
     most `MAX_DELTAS`, and together no larger than the content.
     """
-    kept: dict[PayloadId, Manifest] = {}
+    manifests: dict[PayloadId, Manifest] = {}
     for ref in retained:
-        kept.update({step.payload: step for step in store.chain(ref) or ()})
+        manifests.update({step.payload: step for step in store.chain(ref) or ()})
     deltas = {manifest.ref: manifest for manifest in store.manifests() if manifest.base is not None}
     for newest in {ref.policy: ref for ref in sorted(retained)}.values():
         total_bytes, step = 0, deltas.get(newest)
@@ -292,6 +292,6 @@ def worth_keeping(store: ChunkStore, retained: Collection[SnapshotRef]) -> dict[
             if step is None or total_bytes + step.total_bytes > step.content_bytes:
                 break
             total_bytes += step.total_bytes
-            kept[step.payload] = step
+            manifests[step.payload] = step
             step = None if step.base is None else deltas.get(step.base)
-    return kept
+    return manifests

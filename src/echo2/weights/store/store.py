@@ -138,17 +138,17 @@ class Packs:
             OSError: a pack cannot be deleted, read or written.
         """
         with self._sweeping:
-            kept = Counter[int]()
+            kept_bytes = Counter[int]()
             for place in list(self._places.values()):
-                kept[place.pack] += _HEADER.size + place.num_bytes
+                kept_bytes[place.pack] += _HEADER.size + place.num_bytes
             with self._writing:
-                sparse = [number for number, end in self._ends.items() if 2 * kept[number] < end]
+                sparse = [number for number, end in self._ends.items() if 2 * kept_bytes[number] < end]
                 self._newest += self._newest in sparse
             moving: defaultdict[int, list[tuple[bytes, ChunkPlace]]] = defaultdict(list)
             for hash_, place in list(self._places.items()):
                 moving[place.pack].append((hash_, place))
             try:
-                for number in sorted(sparse, key=lambda number: kept[number]):  # least to move first
+                for number in sorted(sparse, key=lambda number: kept_bytes[number]):  # least to move first
                     for hash_, place in moving[number]:
                         self._move(hash_, place)
                     self.path(number).unlink(missing_ok=True)

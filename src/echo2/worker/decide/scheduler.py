@@ -136,8 +136,8 @@ class WorkerScheduler(StateMachine):
             case ev.SlotsSet():
                 self.slots = max(1, min(event.slots, self.most_slots))
             case ev.RolloutEnded():
-                if (held := self.generating.get(event.lease_id)) is not None:
-                    held.num_running = max(0, held.num_running - 1)
+                if (held_lease := self.generating.get(event.lease_id)) is not None:
+                    held_lease.num_running = max(0, held_lease.num_running - 1)
             case ev.GroupProduced():
                 self._produced(event)
             case ev.LeaseAbandoned():
@@ -258,7 +258,7 @@ class WorkerScheduler(StateMachine):
         """Fail waiting leases whose version may never come, because the learner fell back to an older version."""
         if ref.history == before.history and ref.version > before.version:
             return
-        for lease_id in [key for key, held in self.waiting.items() if held.lease.min_version > ref.version]:
+        for lease_id in [key for key, held_lease in self.waiting.items() if held_lease.lease.min_version > ref.version]:
             least = self.waiting[lease_id].lease.min_version
             self._fail_waiting(lease_id, f"the learner fell back to {ref}; version {least} is no longer available")
 
@@ -285,7 +285,7 @@ class WorkerScheduler(StateMachine):
         if self.newest == ref:
             self.newest = self.installed
         newest = -1 if self.newest is None else self.newest.version
-        for lease_id, lease in [(lease_id, held.lease) for lease_id, held in self.waiting.items()]:
+        for lease_id, lease in [(lease_id, held_lease.lease) for lease_id, held_lease in self.waiting.items()]:
             gone = lease.exact_version == ref.version
             if gone or (lease.min_version == ref.version and newest < lease.min_version):
                 self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
@@ -390,10 +390,10 @@ class WorkerScheduler(StateMachine):
 
     def _is_kept_out(self) -> bool:
         """Whether leases under way forbid to swap weights now."""
-        if any(held.lease.exact_version is not None for held in self.generating.values()):
+        if any(held_lease.lease.exact_version is not None for held_lease in self.generating.values()):
             return True
         if self.swap == "apart":
-            return any(held.began_with != self.installed for held in self.generating.values())
+            return any(held_lease.began_with != self.installed for held_lease in self.generating.values())
         return bool(self.generating) and self.swap == "between"
 
     def _is_due(self, ref: SnapshotRef) -> bool:
@@ -434,36 +434,39 @@ class WorkerScheduler(StateMachine):
         if self.deterministic:
             self._start_unit(self.installed)
             return
-        for lease in [held.lease for held in self.waiting.values()]:
-            if sum(held.num_running for held in self.generating.values()) >= self.slots:
+        for lease in [held_lease.lease for held_lease in self.waiting.values()]:
+            if sum(held_lease.num_running for held_lease in self.generating.values()) >= self.slots:
                 return
             is_torn = self.installing is not None and lease.exact_version is not None
             if is_torn or not _fits(lease, self.installed):
                 if lease.exact_version is not None:
                     return
                 continue
-            held = self._start(lease.lease_id)
+            held_lease = self._start(lease.lease_id)
             reason = f"a slot is free, and {self.installed} is installed"
-            self.emit(do.StartLease, reason, lease=lease, assignment=held.assignment)
+            self.emit(do.StartLease, reason, lease=lease, assignment=held_lease.assignment)
 
     def _start_unit(self, installed: SnapshotRef) -> None:
         """Start all leases of the next grant, once the previous grant has ended."""
         if self.generating or not self.waiting or self.installing is not None:
             return
         grant = next(iter(self.waiting.values())).grant
-        unit = [held for held in self.waiting.values() if held.grant == grant]
-        if not all(_fits(held.lease, installed) for held in unit):
+        unit = [held_lease for held_lease in self.waiting.values() if held_lease.grant == grant]
+        if not all(_fits(held_lease.lease, installed) for held_lease in unit):
             return
-        for held in unit:
-            self._start(held.lease.lease_id)
-        leases, assignments = tuple(held.lease for held in unit), tuple(held.assignment for held in unit)
+        for held_lease in unit:
+            self._start(held_lease.lease.lease_id)
+        leases, assignments = (
+            tuple(held_lease.lease for held_lease in unit),
+            tuple(held_lease.assignment for held_lease in unit),
+        )
         reason = f"nothing is sampled, and {installed} is installed"
         self.emit(do.StartUnit, reason, leases=leases, assignments=assignments)
 
     def _start(self, lease_id: int) -> HeldLease:
-        held = self.generating[lease_id] = self.waiting.pop(lease_id)
-        held.num_running, held.began_with = held.lease.num_samples, self.installed
-        return held
+        held_lease = self.generating[lease_id] = self.waiting.pop(lease_id)
+        held_lease.num_running, held_lease.began_with = held_lease.lease.num_samples, self.installed
+        return held_lease
 
     def _is_swap_next(self) -> bool:
         """Whether weights are being installed, or wait for running rollouts, so that no further lease may start."""

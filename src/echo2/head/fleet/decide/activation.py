@@ -297,11 +297,11 @@ class ActivationLoop:
         """Return the same workers with their mean rates, in which older values fade exponentially."""
         seconds = 0.0 if self._updated_at is None else now - self._updated_at
         self._updated_at = now
-        kept = math.exp(-seconds / SURPLUS_SECONDS)
+        decay = math.exp(-seconds / SURPLUS_SECONDS)
         means: dict[str, tuple[float, float]] = {}
         for one in workers:
             weight, mean = self._means.get(one.worker_id, (0.0, 0.0))
-            weight = weight * kept + 1.0
+            weight = weight * decay + 1.0
             means[one.worker_id] = (weight, mean + (one.rate - mean) / weight)
         self._means = means
         return [replace(one, rate=means[one.worker_id][1] if one.rate > 0 else 0.0) for one in workers]

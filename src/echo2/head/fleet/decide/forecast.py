@@ -157,14 +157,14 @@ def _scaled(demand: Demand, kinds: Sequence[WorkerKind], factor: float) -> tuple
 
 @dataclass(slots=True)
 class _Worker:
-    """`version`: the installed version; -1: none yet. `held`: a batch that waits for the running one, as step -> number
-    of groups. `parked_at`: the time since which it has had nothing to sample; `is_woken`: its wake-up is scheduled.
+    """`version`: the installed version; -1: none yet. `next_batch`: waits for the running one, as step -> number of
+    groups. `parked_at`: the time since which it has had nothing to sample; `is_woken`: its wake-up is scheduled.
     """
 
     kind: WorkerKind
     median_seconds: float
     version: int = -1
-    held: dict[int, int] = field(default_factory=dict)
+    next_batch: dict[int, int] = field(default_factory=dict)
     parked_at: float | None = None
     is_woken: bool = False
 
@@ -258,15 +258,15 @@ class _Walk:
     def _free(self, worker: _Worker, number: int, at: float) -> None:
         """Handle a free engine: install an arrived version, start the held or a new batch, or wait for a version."""
         worker.version = max(worker.version, self._arrived(worker, at))
-        batch = worker.held or self._issue(worker)
-        worker.held = {}
+        batch = worker.next_batch or self._issue(worker)
+        worker.next_batch = {}
         worker.parked_at, worker.is_woken = (None if batch else at), False
         if not batch:
             self._wake(worker, number)
             return
         self._push(self._run(worker, batch, at), number)
         if self._is_plenty(worker):
-            worker.held = self._issue(worker)
+            worker.next_batch = self._issue(worker)
 
     def _wake(self, worker: _Worker, number: int) -> None:
         """Schedule the worker for the arrival of the version that the next step needs, if that time is known."""

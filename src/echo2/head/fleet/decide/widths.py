@@ -67,7 +67,7 @@ class Width:
     most: int
     why: str = "as set"
     _too_many: int = 2 * LEVELS[-1]
-    _held: dict[int, tuple[float, list[float]] | None] = field(default_factory=dict)
+    _leases: dict[int, tuple[float, list[float]] | None] = field(default_factory=dict)
     _resumed: set[int] = field(default_factory=set)
     _work: list[float] = field(default_factory=lambda: [0.0] * len(LEVELS))
     _at: float = 0.0
@@ -85,22 +85,22 @@ class Width:
     def take(self, lease_id: int, now: float) -> None:
         """The worker got a lease."""
         self._advance(now)
-        self._held[lease_id] = None
+        self._leases[lease_id] = None
         self._begin()
 
     def resume(self, lease_ids: Iterable[int], now: float) -> None:
         """The worker holds leases of an earlier head: they fill its engine, and when they began is not known."""
         self._advance(now)
         for lease_id in lease_ids:
-            if lease_id not in self._held:
-                self._held[lease_id] = None
+            if lease_id not in self._leases:
+                self._leases[lease_id] = None
                 self._resumed.add(lease_id)
         self._begin()
 
     def end(self, lease_id: int, is_measured: bool, everybody: Spreads, now: float) -> None:
         """A lease is over. `is_measured`: it brought a whole group."""
         self._advance(now)
-        begun, is_resumed = self._held.pop(lease_id, None), lease_id in self._resumed
+        begun, is_resumed = self._leases.pop(lease_id, None), lease_id in self._resumed
         self._resumed.discard(lease_id)
         if begun is not None and is_measured and not is_resumed:
             self._num_since += self._is_used and begun[0] >= self._moved_at
@@ -110,16 +110,16 @@ class Width:
         self._begin()
 
     def _advance(self, now: float) -> None:
-        count, seconds, self._at = min(len(self._held), self.groups), now - self._at, now
+        count, seconds, self._at = min(len(self._leases), self.groups), now - self._at, now
         if count and seconds > 0:
             self._is_used |= count == self.groups
             for at, level in enumerate(LEVELS):
                 self._work[at] += seconds * min(1.0, level / count)
 
     def _begin(self) -> None:
-        for lease_id in itertools.islice(self._held, self.groups):
-            if self._held[lease_id] is None:
-                self._held[lease_id] = self._at, list(self._work)
+        for lease_id in itertools.islice(self._leases, self.groups):
+            if self._leases[lease_id] is None:
+                self._leases[lease_id] = self._at, list(self._work)
 
     def _measure(self, works: list[float], everybody: Spreads) -> None:
         logs = [math.log(work) for work in works]

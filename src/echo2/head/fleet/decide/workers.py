@@ -62,11 +62,11 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         _tell_width(state, worker, "it has room for more")
     if installed is not None and not worker.standby and (before is None or before.installed != installed):
         state.measurements.installed(installed, state.fleet.num_active, now)
-    held = set(state.leases.of_worker(event.worker_id))
+    lease_ids = set(state.leases.of_worker(event.worker_id))
     if worker.width is not None:
-        worker.width.resume(sorted(held), now)
+        worker.width.resume(sorted(lease_ids), now)
     ended = tuple(
-        lease_id for lease_id in possible_claims(state, event.worker_id, event.held_leases) if lease_id not in held
+        lease_id for lease_id in possible_claims(state, event.worker_id, event.held_leases) if lease_id not in lease_ids
     )
     if ended:
         reason = "these leases ended while the worker was away"
@@ -74,7 +74,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     received = None if before is None or before.receives == installed else before.receives
     if worker.standby:
         return
-    if received is not None and received == state.snapshots.held and state.snapshots.has(received):
+    if received is not None and received == state.snapshots.held_ref and state.snapshots.has(received):
         announce(state, received, "held for the worker, which came back", (event.worker_id,))
     else:
         announce_newest(state, "newest when the worker joined", (event.worker_id,))
@@ -158,15 +158,15 @@ def announce_published(state: PlannerState, reason: str, now: float) -> None:
         is_there = before is not None and any(worker.installed == before for worker in active)
         is_received = is_there and any(worker.receives == before for worker in active)
         snapshots.hold(before if is_received else None, now)
-    held = snapshots.held
-    worker_ids = (worker.worker_id for worker in active if held is None or worker.receives != held)
+    held_ref = snapshots.held_ref
+    worker_ids = (worker.worker_id for worker in active if held_ref is None or worker.receives != held_ref)
     announce_newest(state, reason, tuple(worker_ids))
 
 
 def _is_held(state: PlannerState, active: Iterable[Worker], now: float) -> bool:
     """Whether a snapshot is held, and goes on being held."""
-    held = state.snapshots.held
-    receivers = [worker for worker in active if worker.receives == held] if state.snapshots.has(held) else []
+    held_ref = state.snapshots.held_ref
+    receivers = [worker for worker in active if worker.receives == held_ref] if state.snapshots.has(held_ref) else []
     num_leases = HELD_LEASES if any(worker.is_own for worker in receivers) else STRANGERS_HELD_LEASES
     return bool(receivers) and now - state.snapshots.held_since < num_leases * state.options.lease_seconds
 
@@ -185,7 +185,7 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
     if worker is None or worker.detached:
         return False
     installed = state.own_snapshot(event.installed)
-    was_held = worker.receives is not None and worker.receives == state.snapshots.held
+    was_held = worker.receives is not None and worker.receives == state.snapshots.held_ref
     is_new = state.fleet.report(worker, installed, event.refused, now)
     if was_held and worker.receives is None and not worker.standby:
         announce_newest(state, "newest when the worker had the one that was held for it", (worker.worker_id,))
@@ -229,12 +229,12 @@ def expire(state: PlannerState, now: float) -> bool:
         )
     for lease_id in state.leases.deadlines.pop_until(now):
         any_over = True
-        held = state.leases.get(lease_id)
-        if held is None:
+        open_lease = state.leases.get(lease_id)
+        if open_lease is None:
             continue  # its group was just given up with another of its leases
         if granting.extend(state, lease_id, now):
             continue
-        worker_id, _ = held
+        worker_id, _ = open_lease
         if (late := state.fleet.get(worker_id)) is not None:
             # Others come first: a hung engine may still send heartbeats.
             state.tell_rest(worker_id, state.fleet.rest(late, now), "it let a lease expire")

@@ -99,15 +99,15 @@ class LogWriter:
             self._sent = Entry(self.head, self.epoch, self.stored + 1, tuple(records))
         return self._sent
 
-    def answered(self, found: Entry) -> None:
+    def answered(self, entry: Entry) -> None:
         """Take what is at `position` now: the entry that was sent, by this or another head; or a different one."""
-        if found != self._sent:
-            self.fenced = found
+        if entry != self._sent:
+            self.fenced = entry
         else:
-            for record in found.records:
+            for record in entry.records:
                 self._waiting.popleft()
                 self.bytes_since_copy += len(record)
-            self.stored, self._sent, self.position = found.last, None, self.position + 1
+            self.stored, self._sent, self.position = entry.last, None, self.position + 1
 
     def may_leave(self, number: int, now: float, lag_seconds: float) -> bool:
         """Whether a message may leave the head that follows from the ledger up to record `number`. `lag_seconds`: it
@@ -163,11 +163,11 @@ class SignWatch:
         self._looked_at = -math.inf
         self._begun: tuple[str, int] | None = None
 
-    def look(self, found: bytes | None, now: float) -> None:
+    def look(self, sign_bytes: bytes | None, now: float) -> None:
         """Take what there is of a sign now."""
         passed = min(now - self._looked_at, 2.0 * LOOK_SECONDS)
-        self.silent_seconds = self.silent_seconds + passed if found == self._last_sign else 0.0
-        self._last_sign, self._looked_at = found, now
+        self.silent_seconds = self.silent_seconds + passed if sign_bytes == self._last_sign else 0.0
+        self._last_sign, self._looked_at = sign_bytes, now
 
     @property
     def is_silent(self) -> bool:

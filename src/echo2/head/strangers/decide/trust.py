@@ -270,7 +270,7 @@ class TicketCredits:
     """The credits by ticket. `rests`: until when each resting ticket rests, in seconds."""
 
     _of: dict[str, TicketCredit] = field(default_factory=dict)
-    _held: dict[int, str] = field(default_factory=dict)
+    _tickets: dict[int, str] = field(default_factory=dict)
     rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
 
     def of(self, ticket: str) -> TicketCredit:
@@ -278,12 +278,12 @@ class TicketCredits:
         return self._of.setdefault(ticket, TicketCredit())
 
     def opened(self, ticket: str, lease_id: int) -> None:
-        self._held[lease_id] = ticket
+        self._tickets[lease_id] = ticket
         self.of(ticket).num_held += 1
 
     def closed(self, lease_id: int) -> str | None:
         """Record the end of a lease and return its ticket; None if it was not a stranger's."""
-        ticket = self._held.pop(lease_id, None)
+        ticket = self._tickets.pop(lease_id, None)
         if ticket is not None:
             self.of(ticket).num_held -= 1
         return ticket

@@ -69,7 +69,7 @@ class Broadcast(StateMachine):
         self.members: dict[str, Receiver] = {}
         self.bias: dict[str, float] = {}
         self.plans: dict[PayloadId, RoutePlan] = {}
-        self.held: dict[str, tuple[PayloadId, ...]] = {}
+        self.holdings: dict[str, tuple[PayloadId, ...]] = {}
         self.suspects: set[str] = set()
         self.failed_pairs: dict[str, dict[str, None]] = {}
         self.accused: dict[str, set[str]] = {}
@@ -92,8 +92,8 @@ class Broadcast(StateMachine):
                 self._assigned(event)
             case ev.PayloadDropped():
                 self.plans.pop(event.payload, None)
-                remaining = {key: tuple(set(value) - {event.payload}) for key, value in self.held.items()}
-                self.held = {key: value for key, value in remaining.items() if value}
+                remaining = {key: tuple(set(value) - {event.payload}) for key, value in self.holdings.items()}
+                self.holdings = {key: value for key, value in remaining.items() if value}
             case ev.PayloadReceived():
                 self._received(event)
             case ev.SnapshotHeld():
@@ -188,7 +188,7 @@ class Broadcast(StateMachine):
         self.members.pop(event.worker_id, None)
         self.tickets.pop(event.worker_id, None)
         self._middle_up = None
-        self.held.pop(event.worker_id, None)
+        self.holdings.pop(event.worker_id, None)
         self.bias.pop(event.worker_id, None)
         self._forget_pairs(event.worker_id)
 
@@ -229,7 +229,7 @@ class Broadcast(StateMachine):
         if plan is None:
             stripes = max(1, min(MAX_STRIPES, event.num_chunks))
             plan = self.plans[event.payload] = RoutePlan(event.payload, stripes)
-            plan.whole.update((key, None) for key, payloads in self.held.items() if event.payload in payloads)
+            plan.whole.update((key, None) for key, payloads in self.holdings.items() if event.payload in payloads)
             self._forget_old_plans()
         self._reason = f"{event.payload} is to be sent"
         receivers = [key for key in dict.fromkeys(event.worker_ids) if key in self.members]
@@ -309,8 +309,8 @@ class Broadcast(StateMachine):
         if event.worker_id not in self.members:
             return
         below = () if event.base_model is None else (event.base_model,)
-        self.held[event.worker_id] = (event.payload, *below)
-        for payload in self.held[event.worker_id]:
+        self.holdings[event.worker_id] = (event.payload, *below)
+        for payload in self.holdings[event.worker_id]:
             if (plan := self.plans.get(payload)) is not None:
                 plan.received(event.worker_id)
 

@@ -284,8 +284,8 @@ class _Trees:
 
     def fill(self, routes: Routes, num_stripes: int) -> None:
         """Deal stripes to the trees. The origin sends the others, which are requested last, to every member itself."""
-        kept = self._share_of_peers()
-        for stripe, owner in enumerate(deal([tree.share * kept for tree in self.trees], num_stripes)):
+        share = self._share_of_peers()
+        for stripe, owner in enumerate(deal([tree.share * share for tree in self.trees], num_stripes)):
             for worker_id, parent in self.trees[owner].parent.items():
                 routes[worker_id][stripe] = parent
 
