@@ -28,7 +28,7 @@ def test_a_runtime_may_warn_but_not_do_without_limits(
     warning: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Docker 20.10 and podman 4.3 do; the last one says so beside a container that runs."""
-    runs = f"run) echo '{warning}' >&2; echo up /srv; exec cat;;"
+    runs = f"run) echo '{warning}' >&2; echo up 1 /srv; exec cat;;"
     (tmp_path / "podman").write_text(f"#!/bin/sh\ncase $1 in {runs} esac\n")
     (tmp_path / "podman").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -44,3 +44,25 @@ def test_a_runtime_may_warn_but_not_do_without_limits(
             asyncio.run(play())
     else:
         asyncio.run(play())
+
+
+def test_a_container_that_sees_the_machines_processes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends a command ends all that it sees. (podman's settings may say pidns = "host".)"""
+    (tmp_path / "podman").write_text(
+        "#!/bin/sh\ncase $1 in run | start) echo up 4711 /srv; exec cat;; exec) echo ran;; esac\n"
+    )
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    async def play() -> None:
+        container = await Containers("podman").open(Image(name="some/image"), ContainerLimits())
+        try:
+            for _ in range(2):
+                with pytest.raises(ContainerFault, match="the process ids of the machine"):
+                    await container.run("true", 5.0)
+        finally:
+            await container.close()
+
+    asyncio.run(play())

@@ -16,6 +16,7 @@ import asyncio
 import glob
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -24,8 +25,8 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from echo2.core.child import ChildProcess
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
 from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, write_files
+from echo2.sandbox.process_table import Used, usage_in
 from echo2.sandbox.programs import (
     START_SECONDS,
     WRAPPED,
@@ -53,8 +55,10 @@ RUNTIMES = (*IMAGES, "bubblewrap", "landlock")
 #: Of a container's folder, before the number of the process that owns it; and when one without an owner is removed.
 PREFIX = "echo2-container-"
 STALE_SECONDS = 3600.0
-#: A container's first process: ends when our end of its stdin closes, and buries what others leave.
-FIRST = 'echo "up $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
+#: A container's first process: ends when our end of its stdin closes, and buries what others leave. It says its number,
+#: for what ends a command ends all processes that it sees: where it is not the first, those are the machine's.
+FIRST = 'echo "up $$ $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
+CONTAINER_ID = re.compile("[0-9a-f]{32,}")
 #: Of what a runtime says before that.
 STARTUP_BYTES_MAX = 4096
 #: Begins a command in the folder $2. A command before it may have removed that, and docker begins in no other.
@@ -92,7 +96,7 @@ class ImageContainer:
 
     def __init__(self, program: str, image: str, directory: str, limits: ContainerLimits) -> None:
         self._program, self.image, self._directory, self._limits = program, image, directory, limits
-        self._name = f"echo2-{secrets.token_hex(8)}"
+        self._name, self._id = f"echo2-{secrets.token_hex(8)}", ""
         self._main: ChildProcess | None = None
         self._lifeline: asyncio.StreamWriter | None = None  # its first process reads the end of this
 
@@ -105,13 +109,14 @@ class ImageContainer:
         words = ("sh", "-c", script, nonce, command, self._directory)
         program = (self._program, "exec", "--workdir", "/", *env_words, self._name, *words)
         output_bytes = self._limits.output_bytes + len(nonce) + 1
-        status, output, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
-        if not stopped and main.status is not None:
+        used = partial(_used, self._id)
+        ran = await Program(program, seconds, output_bytes, used=used, end=self._kill).run()
+        if not ran.stopped and main.status is not None:
             format_ = "{{.State.OOMKilled}}"
             if "true" not in await must(self._program, "inspect", "--format", format_, self._name):
                 raise ContainerFault(f"{self._program}'s container died during a command (status {main.status}).")
-            stopped = "memory"
-        return outcome(nonce, status, output, stopped, self._program)
+            ran = replace(ran, stopped="memory")
+        return outcome(nonce, ran, self._program)
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         await self._started()
@@ -138,7 +143,11 @@ class ImageContainer:
             async with asyncio.timeout(START_SECONDS):
                 folder = await _is_up(stream)
             self._directory = self._directory or folder
+            self._id = self._id or (await must(self._program, "inspect", "--format", "{{.Id}}", self._name)).strip()
         except (OSError, TimeoutError) as error:
+            if self._main is not None:  # else the next command would run in it
+                self._main.kill()
+                await self._main.ended(START_SECONDS)
             raise ContainerFault(
                 f"{self._program} does not start {self.image}: {str(error) or 'it took too long'}"
             ) from error
@@ -159,21 +168,29 @@ class ImageContainer:
             raise ContainerFault(f"{self._program} did not end its container {self._name}.")
 
 
+def _used(container_id: str, _: int) -> Used:
+    """Return what a container's processes use, none of which is a child of ours: nothing, where its control group does
+    not tell them apart."""
+    return usage_in(container_id) if CONTAINER_ID.fullmatch(container_id) else Used()
+
+
 async def _is_up(stream: asyncio.StreamReader) -> str:
     """Wait for the first process of a container; return the folder that it is in. What the runtime says before, as that
     swap has no limit, is no fault, unless it does without other limits.
 
     Raises:
-        OSError: the container did not start, or without its limits.
+        OSError: the container did not start, or without its limits, or it sees the machine's processes.
     """
     output = b""
-    while not (line := await stream.readline()).startswith(b"up /"):
+    while not (up := re.fullmatch(rb"up (\d+) (/.*)\n", line := await stream.readline())):
         output += line
         if not line or len(output) > STARTUP_BYTES_MAX:
             break
-    if not line.startswith(b"up /") or b"ignored" in output or b"discarded" in output:
+    if up is None or b"ignored" in output or b"discarded" in output:
         raise OSError(output[:STARTUP_BYTES_MAX].decode(errors="replace").strip())
-    return line.decode().removeprefix("up ").strip()
+    if up[1] != b"1":
+        raise OSError("its containers have the process ids of the machine (pidns = host?), which commands could end")
+    return up[2].decode().strip()
 
 
 def ulimits() -> list[str]:
@@ -283,10 +300,10 @@ class Containers:
         image, program = self._pending_images.pop(key), self.runtime
         prune = (program, "container", "prune", "--force", "--filter", "label=echo2", "--filter", "until=1h")
         await Program(prune, START_SECONDS).run()  # of owners that were killed
-        status, _, _ = await Program((program, "image", "inspect", key), START_SECONDS).run()
-        if status and image.name:
+        is_missing = (await Program((program, "image", "inspect", key), START_SECONDS).run()).status
+        if is_missing and image.name:
             await must(program, "pull", "--quiet", key, seconds=image.build_seconds)
-        elif status:
+        elif is_missing:
             with tempfile.TemporaryDirectory(prefix="echo2-build-") as folder:
                 context = Path(folder) / "context"
                 await asyncio.to_thread(write_files, context, image.files or {})

@@ -15,6 +15,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from echo2.core.child import PACKAGE_ROOT
@@ -98,16 +99,16 @@ class FolderContainer:
         build = self._bubblewrap if self._is_bubblewrap else self._landlock
         program, environment = build(all_variables, ("/bin/sh", "-c", script, nonce, command))
         output_bytes = self._limits.output_bytes + len(nonce) + 1
-        call = Program(program, seconds, output_bytes, environment, self._over, self._stored)
-        status, output, stopped = await call.run()
-        if not stopped:
-            stopped = await asyncio.to_thread(self._stored)
-        if stopped == DISK:
+        call = Program(program, seconds, output_bytes, environment, over=self._over, stored=self._stored)
+        ran = await call.run()
+        if not ran.stopped:
+            ran = replace(ran, stopped=await asyncio.to_thread(self._stored))
+        if ran.stopped == DISK:
             raise ContainerFault(f"The disk of {self.folder.parent} is full: less than {LEFT_BYTES} bytes left.")
-        self._has_room = stopped != STORAGE
-        if status < 0 and not stopped:
-            raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
-        return outcome(nonce, status, output, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
+        self._has_room = ran.stopped != STORAGE
+        if ran.status < 0 and not ran.stopped:
+            raise ContainerFault(f"A container was killed from outside, by signal {-ran.status}.")
+        return outcome(nonce, ran, "bubblewrap" if self._is_bubblewrap else "Landlock")
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         target = self.folder / place.strip("/")
@@ -125,8 +126,7 @@ class FolderContainer:
             if (mode := (self.folder / name).stat().st_mode) & 0o700 != 0o700:
                 (self.folder / name).chmod(stat.S_IMODE(mode) | 0o700)
 
-    def _over(self, pid: int) -> str:
-        used: Used = usage(pid)
+    def _over(self, used: Used) -> str:
         if len(used.pids) > self._limits.num_processes:
             return "processes"
         return "memory" if used.exceeds(self._limits.memory_bytes) else ""

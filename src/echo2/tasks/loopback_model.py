@@ -14,8 +14,8 @@ from echo2.core.errors import UserError
 
 #: Ends the key of calls that are not trained on.
 UNTRAINED = ".untrained"
-#: The endpoint's code for a call that the rollout has no room for, and the start of its message in Anthropic's form, whose
-#: errors have no code. Both are those of the real servers, which agents know.
+#: The endpoint's code for a call that the rollout has no room for, and the start of its message in Anthropic's form,
+#: whose errors have no code. Both are those of the real servers, which agents know.
 CUT, TOO_LONG = "context_length_exceeded", "prompt is too long: "
 
 
