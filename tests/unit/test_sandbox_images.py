@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from echo2.sandbox import folders
 from echo2.sandbox.containers import Containers, Image
-from echo2.sandbox.programs import ContainerFault, ContainerLimits
+from echo2.sandbox.programs import ContainerFault, ContainerLimits, Ran
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers of Linux")
 
@@ -66,3 +67,23 @@ def test_a_container_that_sees_the_machines_processes_is_refused(
             await container.close()
 
     asyncio.run(play())
+
+
+def test_a_full_disk_of_the_runtime_is_a_fault_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else commands would fail for lack of room, and tests with them."""
+    answers = f"run) echo up 1 /srv; exec cat;; info) echo {tmp_path};; exec) echo $8;;"  # the nonce of a command
+    (tmp_path / "podman").write_text(f"#!/bin/sh\ncase $1 in {answers} esac\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    async def play() -> Ran:
+        container = await Containers("podman").open(Image(name="some/image"), ContainerLimits())
+        try:
+            return await container.run("true", 5.0)
+        finally:
+            await container.close()
+
+    assert asyncio.run(play()) == Ran(0, "")
+    monkeypatch.setattr(folders, "LEFT_BYTES", 1 << 60)
+    with pytest.raises(ContainerFault, match=f"The disk of {tmp_path} is full"):
+        asyncio.run(play())

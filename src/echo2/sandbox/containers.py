@@ -34,7 +34,7 @@ from echo2.core.background import Shared
 from echo2.core.child import ChildProcess
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
-from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, write_files
+from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, full_disk, is_full, write_files
 from echo2.sandbox.process_table import Used, usage_in
 from echo2.sandbox.programs import (
     START_SECONDS,
@@ -58,6 +58,8 @@ STALE_SECONDS = 3600.0
 #: A container's first process: ends when our end of its stdin closes, and buries what others leave. It says its number,
 #: for what ends a command ends all processes that it sees: where it is not the first, those are the machine's.
 FIRST = 'echo "up $$ $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
+#: Of a runtime's description of itself: the folder that has its images and containers.
+STORES = {"podman": "{{.Store.GraphRoot}}", "docker": "{{.DockerRootDir}}"}
 CONTAINER_ID = re.compile("[0-9a-f]{32,}")
 #: Of what a runtime says before that.
 STARTUP_BYTES_MAX = 4096
@@ -92,10 +94,11 @@ class Container(Protocol):
 
 class ImageContainer:
     """A container of podman or docker. Its first process, of ours, ends with this one; a limit that is exceeded ends
-    all its processes, and the next command starts it again with its files."""
+    all its processes, and the next command starts it again with its files. `store`: the folder that has these."""
 
-    def __init__(self, program: str, image: str, directory: str, limits: ContainerLimits) -> None:
+    def __init__(self, program: str, image: str, directory: str, limits: ContainerLimits, store: Path) -> None:
         self._program, self.image, self._directory, self._limits = program, image, directory, limits
+        self._store = store
         self._name, self._id = f"echo2-{secrets.token_hex(8)}", ""
         self._main: ChildProcess | None = None
         self._lifeline: asyncio.StreamWriter | None = None  # its first process reads the end of this
@@ -111,6 +114,8 @@ class ImageContainer:
         output_bytes = self._limits.output_bytes + len(nonce) + 1
         used = partial(_used, self._id)
         ran = await Program(program, seconds, output_bytes, used=used, end=self._kill).run()
+        if self._store.is_dir() and is_full(self._store):  # else it is on another machine
+            raise ContainerFault(full_disk(self._store))
         if not ran.stopped and main.status is not None:
             format_ = "{{.State.OOMKilled}}"
             if "true" not in await must(self._program, "inspect", "--format", format_, self._name):
@@ -253,6 +258,7 @@ class Containers:
     def __init__(self, runtime: str) -> None:
         self.runtime = runtime
         self._images = Shared[str, str](self._image)
+        self._stores = Shared[str, Path](self._store)
         self._pending_images: dict[str, Image] = {}
         self._is_tidy = False
 
@@ -265,7 +271,8 @@ class Containers:
         if self.runtime in IMAGES:
             key = image.name or _tag(image)
             self._pending_images[key] = image
-            opened: Container = ImageContainer(self.runtime, await self._images.get(key), image.directory, limits)
+            name, store = await self._images.get(key), await self._stores.get(self.runtime)
+            opened: Container = ImageContainer(self.runtime, name, image.directory, limits, store)
             try:
                 if image.name and image.files:
                     await opened.put(image.directory or "/app", image.files)
@@ -295,6 +302,9 @@ class Containers:
         self._is_tidy = True
         for path in _stale_folders():
             await Program((*REMOVE, path), START_SECONDS).run()
+
+    async def _store(self, runtime: str) -> Path:
+        return Path((await must(runtime, "info", "--format", STORES[runtime])).strip() or "/none")
 
     async def _image(self, key: str) -> str:
         image, program = self._pending_images.pop(key), self.runtime

@@ -21,7 +21,7 @@ from pathlib import Path
 from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
-from echo2.sandbox.process_table import Used, usage
+from echo2.sandbox.process_table import Used, num_ended_for_memory, usage
 from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome, refused
 
 #: A program with its arguments, and its environment.
@@ -30,6 +30,8 @@ ROOT = "ECHO2_ROOT"
 FILE_BYTES_MAX = 1 << 30  # of one file, where no image's storage limits it
 #: Folders that a task's commands may write, where there is no image; `shm` is bubblewrap's /dev/shm.
 FOLDERS = ("app", "logs", "root", "shm", "tmp")
+#: Statuses of a command that was killed.
+KILLED = (137, -9)
 #: Limits that end a command: its container's, and the machine's.
 STORAGE, DISK = "storage", "disk"
 #: Of a container's folder: the filter of system calls, for bubblewrap.
@@ -100,12 +102,15 @@ class FolderContainer:
         program, environment = build(all_variables, ("/bin/sh", "-c", script, nonce, command))
         output_bytes = self._limits.output_bytes + len(nonce) + 1
         call = Program(program, seconds, output_bytes, environment, over=self._over, stored=self._stored)
+        num_ended = num_ended_for_memory()
         ran = await call.run()
         if not ran.stopped:
             ran = replace(ran, stopped=await asyncio.to_thread(self._stored))
         if ran.stopped == DISK:
-            raise ContainerFault(f"The disk of {self.folder.parent} is full: less than {LEFT_BYTES} bytes left.")
+            raise ContainerFault(full_disk(self.folder.parent))
         self._has_room = ran.stopped != STORAGE
+        if ran.status in KILLED and not ran.stopped and num_ended_for_memory() > num_ended:
+            raise ContainerFault("The machine ran out of memory, and the kernel ended programs, perhaps this command.")
         if ran.status < 0 and not ran.stopped:
             raise ContainerFault(f"A container was killed from outside, by signal {-ran.status}.")
         return outcome(nonce, ran, "bubblewrap" if self._is_bubblewrap else "Landlock")
@@ -172,6 +177,10 @@ class FolderContainer:
 def is_full(folder: Path) -> bool:
     """Whether the disk of a folder has hardly any room left."""
     return shutil.disk_usage(folder).free < LEFT_BYTES
+
+
+def full_disk(folder: Path) -> str:
+    return f"The disk of {folder} is full: less than {LEFT_BYTES} bytes left."
 
 
 def exceeds(folder: Path, pids: Iterable[int], bytes_max: int) -> bool:

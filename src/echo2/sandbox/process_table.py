@@ -15,6 +15,7 @@ from pathlib import Path
 
 #: How long a table is taken for the present.
 FRESH_SECONDS = 0.1
+COUNTS = Path("/proc/vmstat")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 READY = b"R"  # the state of what computes, or waits for a processor
@@ -88,6 +89,13 @@ def _used(found: dict[int, _Row], inner: tuple[int, ...] = ()) -> Used:
         any(row.is_ready or (row.num_threads > 1 and _has_ready_thread(one)) for one, row in found.items()),
         _table[0],
     )
+
+
+def num_ended_for_memory() -> int:
+    """Return how many processes the kernel has ended because memory ran out; 0, where it does not say so."""
+    with suppress(OSError):
+        return next((int(line.split()[1]) for line in COUNTS.read_text().splitlines() if "oom_kill " in line), 0)
+    return 0
 
 
 def num_threads(user: int) -> int:
