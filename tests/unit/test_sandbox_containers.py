@@ -22,7 +22,7 @@ import pytest
 from container_cases import EACH_RUNTIME, WITHOUT_IMAGES, image_for, left_over, needs
 from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
-from echo2.sandbox import confinement, containers, folders, process_table
+from echo2.sandbox import confinement, containers, folders
 from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
 from echo2.sandbox.folders import FolderContainer, write_files
 from echo2.sandbox.programs import ContainerFault, ContainerLimits, Ran
@@ -379,35 +379,6 @@ def test_the_machine_ends_commands_before_itself_when_memory_runs_out(runtime: s
     assert core == confinement.within(
         resource.RLIMIT_CORE, 1
     )  # 0 does not keep a dump from the program that kernel.core_pattern may name
-
-
-@WITHOUT_IMAGES
-def test_a_command_that_the_kernel_ended_for_memory_is_the_machines_fault(
-    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else its tests would have given 0."""
-    counts = tmp_path / "vmstat"
-    monkeypatch.setattr(process_table, "COUNTS", counts)
-
-    async def scene(container: Container) -> None:
-        assert isinstance(container, FolderContainer)
-        for before, after in (("3", "3"), ("3", "4")):
-            counts.write_text(f"nr_free_pages 7\noom_kill {before}\n")
-            running = asyncio.ensure_future(
-                container.run("echo > begun; while ! [ -e go ]; do :; done; kill -9 $$", 60)
-            )
-            while not (container.folder / "app" / "begun").exists():  # noqa: ASYNC110  # another process makes it
-                await asyncio.sleep(0.01)
-            counts.write_text(f"oom_kill {after}\n")
-            (container.folder / "app" / "go").touch()
-            if before == after:
-                assert (await running).status == 137  # its own affair
-            else:
-                with pytest.raises(ContainerFault, match="ran out of memory"):
-                    await running
-            await container.run("rm begun go", 20)
-
-    inside(runtime, scene)
 
 
 @needs("bubblewrap")

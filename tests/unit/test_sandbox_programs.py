@@ -1,4 +1,4 @@
-"""The time of a command: that of the clock, less what it waited for a processor."""
+"""What ends a command: its time, which is that of the clock, less what it waited for a processor; and the machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from secrets import token_hex
 
 import pytest
 
-from echo2.sandbox import programs
+from container_cases import WITHOUT_IMAGES
+from echo2.sandbox import process_table, programs
+from echo2.sandbox.containers import Containers, Image
+from echo2.sandbox.folders import FolderContainer
 from echo2.sandbox.process_table import Used, usage_in
-from echo2.sandbox.programs import ContainerFault, Program, Ran, Stopwatch
+from echo2.sandbox.programs import ContainerFault, ContainerLimits, Program, Ran, Stopwatch
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="processes of Linux")
 #: Computes for half a second of processor time, in a thread or without one, and sleeps as long.
@@ -68,12 +71,16 @@ def test_processes_of_a_control_group_are_told_apart() -> None:
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
     try:
-        with subprocess.Popen([sys.executable, "-c", SPIN]) as child:
+        code = f"import time\ninput()\nwhile time.process_time() < .4: pass\nprint(flush=True)\n{SPIN}"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as child:
             try:
                 (group / "cgroup.procs").write_text(str(child.pid))
-                while (used := usage_in(group.name)).cpu_seconds < 0.2:
-                    time.sleep(0.01)
+                print(file=child.stdin, flush=True)
+                child.stdout.readline()
+                used = usage_in(group.name)
                 assert (used.pids, used.is_ready) == (frozenset([child.pid]), True)
+                assert used.cpu_seconds > 0.1  # the table may be a tenth of a second old
             finally:
                 child.kill()
     finally:
@@ -124,3 +131,34 @@ def test_a_machine_that_is_too_busy_is_at_fault(one_processor: None, monkeypatch
     monkeypatch.setattr(programs, "BUSY_FACTOR", 1.5)
     with pytest.raises(ContainerFault, match=r"too busy: a command with a limit of 3 s waited \d+ s for a processor"):
         ran(SPIN, 3.0)
+
+
+@WITHOUT_IMAGES
+def test_a_command_that_the_kernel_ended_for_memory_is_the_machines_fault(
+    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its tests would have given 0."""
+    counts = tmp_path / "vmstat"
+    monkeypatch.setattr(process_table, "COUNTS", counts)
+
+    async def scene() -> None:
+        container = await Containers(runtime).open(Image(), ContainerLimits())
+        assert isinstance(container, FolderContainer)
+        for before, after in (("3", "3"), ("3", "4")):
+            counts.write_text(f"nr_free_pages 7\noom_kill {before}\n")
+            running = asyncio.ensure_future(
+                container.run("echo > begun; while ! [ -e go ]; do :; done; kill -9 $$", 60)
+            )
+            while not (container.folder / "app" / "begun").exists():  # noqa: ASYNC110  # another process makes it
+                await asyncio.sleep(0.01)
+            counts.write_text(f"oom_kill {after}\n")
+            (container.folder / "app" / "go").touch()
+            if before == after:
+                assert (await running).status == 137  # its own affair
+            else:
+                with pytest.raises(ContainerFault, match="ran out of memory"):
+                    await running
+            await container.run("rm begun go", 20)
+        await container.close()
+
+    asyncio.run(scene())

@@ -180,6 +180,7 @@ def is_full(folder: Path) -> bool:
 
 
 def full_disk(folder: Path) -> str:
+    """Return what is said of it."""
     return f"The disk of {folder} is full: less than {LEFT_BYTES} bytes left."
 
 
