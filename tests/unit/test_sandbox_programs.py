@@ -15,7 +15,7 @@ from secrets import token_hex
 import pytest
 
 from container_cases import WITHOUT_IMAGES
-from echo2.sandbox import process_table, programs
+from echo2.sandbox import folders, process_table, programs
 from echo2.sandbox.containers import Containers, Image
 from echo2.sandbox.folders import FolderContainer
 from echo2.sandbox.process_table import Used, usage_in
@@ -162,3 +162,20 @@ def test_a_command_that_the_kernel_ended_for_memory_is_the_machines_fault(
         await container.close()
 
     asyncio.run(scene())
+
+
+@WITHOUT_IMAGES
+def test_a_container_that_cannot_be_removed_costs_no_result(
+    runtime: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> FolderContainer:
+        container = await Containers(runtime).open(Image(), ContainerLimits())
+        assert isinstance(container, FolderContainer)
+        with monkeypatch.context() as broken:
+            broken.setattr(folders, "REMOVE", ("/bin/sh", "-c", "echo $0: device or resource busy >&2; exit 1"))
+            await container.close()
+        assert "device or resource busy" in caplog.text
+        await container.close()
+        return container
+
+    assert not asyncio.run(scene()).folder.exists()

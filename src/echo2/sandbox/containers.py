@@ -46,6 +46,7 @@ from echo2.sandbox.programs import (
     must,
     outcome,
     refused,
+    tidy_up,
 )
 
 #: Names one of RUNTIMES, in place of the first that works here.
@@ -89,7 +90,7 @@ class Container(Protocol):
         """Make the folder `place` (such as /tests) anew, with these files. Raises ContainerFault."""
 
     async def close(self) -> None:
-        """End all processes and forget all files."""
+        """End all processes and forget all files. What fails of that is logged."""
 
 
 class ImageContainer:
@@ -134,7 +135,7 @@ class ImageContainer:
 
     async def close(self) -> None:
         if self._main is not None:
-            await Program((self._program, "rm", "--force", "--volumes", self._name), START_SECONDS).run()
+            await tidy_up(self._program, "rm", "--force", "--volumes", self._name)
             self._main.kill()
 
     async def _started(self) -> ChildProcess:
@@ -301,15 +302,15 @@ class Containers:
             return
         self._is_tidy = True
         for path in _stale_folders():
-            await Program((*REMOVE, path), START_SECONDS).run()
+            await tidy_up(*REMOVE, path)
 
     async def _store(self, runtime: str) -> Path:
         return Path((await must(runtime, "info", "--format", STORES[runtime])).strip() or "/none")
 
     async def _image(self, key: str) -> str:
         image, program = self._pending_images.pop(key), self.runtime
-        prune = (program, "container", "prune", "--force", "--filter", "label=echo2", "--filter", "until=1h")
-        await Program(prune, START_SECONDS).run()  # of owners that were killed
+        filters = ("--filter", "label=echo2", "--filter", "until=1h")
+        await tidy_up(program, "container", "prune", "--force", *filters)  # of owners that were killed
         is_missing = (await Program((program, "image", "inspect", key), START_SECONDS).run()).status
         if is_missing and image.name:
             await must(program, "pull", "--quiet", key, seconds=image.build_seconds)

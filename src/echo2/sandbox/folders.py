@@ -22,7 +22,17 @@ from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
 from echo2.sandbox.process_table import Used, num_ended_for_memory, usage
-from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome, refused
+from echo2.sandbox.programs import (
+    WRAPPED,
+    ContainerFault,
+    ContainerLimits,
+    Program,
+    Ran,
+    must,
+    outcome,
+    refused,
+    tidy_up,
+)
 
 #: A program with its arguments, and its environment.
 Started = tuple[tuple[str, ...], Mapping[str, str]]
@@ -123,7 +133,7 @@ class FolderContainer:
             await must("chown", "-hR", str(confinement.NOBODY), str(target))
 
     async def close(self) -> None:
-        await must(*REMOVE, str(self.folder))
+        await tidy_up(*REMOVE, str(self.folder))
 
     def _open_folders(self) -> None:
         """Give the owner of the folders all rights of them, which the last command may have taken."""

@@ -8,6 +8,7 @@ affair. A machine on which it waits too long is at fault.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +18,8 @@ from echo2.core.background import together
 from echo2.core.child import ChildProcess
 from echo2.core.errors import UserError
 from echo2.sandbox.process_table import Used, usage
+
+log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.1  # between two looks at a command's processes
 STORAGE_SECONDS = 0.5  # between two looks at its files, or longer
@@ -212,6 +215,14 @@ async def must(*program: str, seconds: float = START_SECONDS) -> str:
         reason = f"took longer than {seconds:g} s" if ran.stopped else failed
         raise ContainerFault(f"`{' '.join(program[:3])}` {reason}")
     return ran.output
+
+
+async def tidy_up(*program: str) -> None:
+    """Run a program that removes something. What fails is logged: it spoils no result."""
+    try:
+        await must(*program)
+    except ContainerFault as error:
+        log.warning("something is left on this machine: %s", error)
 
 
 def outcome(nonce: str, ran: Ran, what: str) -> Ran:
