@@ -23,8 +23,9 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -325,6 +326,35 @@ class Containers:
 
 
 _of_this_process = cache(Containers)
+#: Faults of the containers of one rollout, for whoever plays it: agents' frameworks hide what a tool raises.
+FAULTS: ContextVar[list[ContainerFault]] = ContextVar("FAULTS")
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    try:
+        yield
+    except ContainerFault as error:
+        FAULTS.get([]).append(error)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _NotedContainer:
+    """A container whose faults are noted."""
+
+    inner: Container
+
+    async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
+        with _noted():
+            return await self.inner.run(command, seconds, variables)
+
+    async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
+        with _noted():
+            await self.inner.put(place, files)
+
+    async def close(self) -> None:
+        await self.inner.close()
 
 
 @asynccontextmanager
@@ -333,22 +363,25 @@ async def container(
 ) -> AsyncIterator[Container]:
     """Open a container of this machine's runtime for an environment of the user's (`echo2.container`). Behind the block
     it ends, with all that runs in it. `image`: of podman and docker; others have none. `files`: put where commands run,
-    by relative path. `limits`: as in `ContainerLimits`.
+    by relative path. `limits`: as in `ContainerLimits`. A ContainerFault loses the rollout of a harness also if that
+    catches it.
 
     Raises:
         ContainerFault: this machine has no containers, or its runtime fails.
         UserError: the runtime needs an image, or a path leads out of the container's folder.
     """
-    containers = _of_this_process(await asyncio.to_thread(find_runtime))
+    with _noted():
+        containers = _of_this_process(await asyncio.to_thread(find_runtime))
     if not image and containers.runtime in IMAGES:
         raise UserError(f"{containers.runtime} needs an image: echo2.container(image='python:3.12-slim').")
     encoded_files = {
         name: (text.encode() if isinstance(text, str) else text, False) for name, text in (files or {}).items()
     }
     directory = "" if containers.runtime in IMAGES and not encoded_files else "/app"
-    opened = await containers.open(Image(directory, encoded_files, image), ContainerLimits(**limits))
+    with _noted():
+        opened = await containers.open(Image(directory, encoded_files, image), ContainerLimits(**limits))
     try:
-        yield opened
+        yield _NotedContainer(opened)
     finally:
         await opened.close()
 

@@ -21,7 +21,9 @@ from echo2.core.errors import UserError
 from echo2.core.printable import shown
 from echo2.sandbox.child import Handler
 from echo2.sandbox.code_process import CodeProcess
+from echo2.sandbox.containers import FAULTS
 from echo2.sandbox.plugins import innermost_line, load_named, own_python
+from echo2.sandbox.programs import ContainerFault
 from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError, Play, is_out_of_room
 
 log = logging.getLogger(__name__)
@@ -85,20 +87,24 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     play = load_harness(spec)
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
-        seconds = request["seconds"]
+        seconds, faults = request["seconds"], list[ContainerFault]()
+        FAULTS.set(faults)  # of this asyncio task, and those that it starts
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
                 reward: Any = await play(request["columns"], request["seed"], LoopbackModel(**request["model"]))
-            return {"reward": _number(spec, reward)}
+            if not faults:
+                return {"reward": _number(spec, reward)}
         except Exception as error:
             if limit.expired():
                 raise UserError(f"{spec} took longer than {seconds:g} s over a rollout.") from error
-            if is_out_of_room(error):
-                return {"cut": str(error)}
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{spec} raised: {innermost_line(error)}") from error
+            if not faults:
+                if is_out_of_room(error):
+                    return {"cut": str(error)}
+                if isinstance(error, UserError):
+                    raise
+                raise UserError(f"{spec} raised: {innermost_line(error)}") from error
+        raise faults[0]
 
     return answer, {}
 
