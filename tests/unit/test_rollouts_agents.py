@@ -19,7 +19,7 @@ from echo2.core.types import RolloutGroup
 from echo2.engines import tokenizer as tokenizer_module
 from echo2.engines.tokenizer import rendered_tokens
 from echo2.rollouts import endpoint
-from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError
+from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError, is_out_of_room
 from harness_cases import LEASE, Plays, group_of, played
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -240,6 +240,11 @@ def test_errors_have_the_form_of_the_real_servers() -> None:
             await chat(model, messages=talk)
         status, _, content = await posted(model, CHAT, {"messages": talk})
         assert (status, json.loads(content)["error"]["code"]) == (400, "context_length_exceeded")
+        status, _, content = await posted(model, MESSAGES, {"messages": talk, "max_tokens": 9}, KEY)
+        told = json.loads(content)["error"]
+        assert (status, told["type"]) == (400, "invalid_request_error")
+        assert told["message"].startswith("prompt is too long: the rollout has had its turns")
+        assert is_out_of_room(ValueError(f"Error code: 400 - {content!r}"))  # as a client words it
         return 1.0
 
     rollouts(ScriptedEngine(lambda prompt: "x"), agent, max_turns=2)

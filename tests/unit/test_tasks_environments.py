@@ -48,7 +48,7 @@ class Own:
             case "read": return sys.stdin.read(), 0, False
             case "pair": return "x", 1.0
             case "number": return 5, 1.0, False
-            case "long": return "x" * (1 << 20), 0.0, False
+            case "long": return "a" * (1 << 19) + "z" * (1 << 19), 0.5, False
             case "half": return "\\ud800", 0.0, False
             case "nan": return "x", float("nan"), False
             case "huge": return "x", 10**400, False
@@ -80,7 +80,6 @@ BAD_ANSWERS = {
     "raise": r"own.py:\d+ in step: KeyError: 'nothing here'",
     "pair": r"not \(text, reward, done\)",
     "number": "said 5",
-    "long": f"{REPLY_CHARS_MAX} characters is the limit",
     "half": "UnicodeEncodeError",
     "nan": "the reward nan",
     "huge": "OverflowError",
@@ -168,6 +167,15 @@ def test_the_error_names_an_invalid_answer_of_an_environment_and_others_go_on(en
     assert environment.step(other, "x").text == "1x"
 
 
+def test_a_text_that_is_too_long_loses_its_middle_and_says_so(environment: Any) -> None:
+    """As when the policy reads a large file: its rollout goes on."""
+    reply = environment.step(environment.begin({}, 1), "long")
+    first, said, last = reply.text.split("\n")
+    assert (first, last) == ("a" * (REPLY_CHARS_MAX // 2), "z" * (REPLY_CHARS_MAX // 2))
+    assert said == f"[... {(1 << 20) - REPLY_CHARS_MAX} characters left out ...]"
+    assert (reply.reward, reply.done) == (0.5, False)
+
+
 def test_a_process_that_hangs_or_dies_is_replaced_and_the_other_attempts_go_on(own: str) -> None:
     environment = Blocking(own, call_seconds=6.0)
     try:
@@ -233,8 +241,7 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: str) -> None:
 def test_a_large_row_passes(own: str) -> None:
     environment = Blocking(own)
     attempt = environment.begin({"name": "n" * (1 << 18) + os.sep}, 1)
-    with pytest.raises(UserError, match="characters is the limit"):
-        environment.step(attempt, "x")
+    assert environment.step(attempt, "x").text.endswith(f"{os.sep}1x")
     environment.close()
 
 

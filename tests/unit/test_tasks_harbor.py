@@ -6,6 +6,8 @@ import asyncio
 import base64
 import json
 import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from container_cases import image_for, needs
 from echo2.core.errors import UserError
 from echo2.core.types import Task
 from echo2.engines.engine import Outcome, RequestFailure, SampleRequest
+from echo2.sandbox import programs
 from echo2.sandbox.containers import IMAGES, Containers, ImageContainer, find_runtime
 from echo2.sandbox.programs import ContainerFault, ContainerLimits
 from echo2.tasks import harbor_play
@@ -365,25 +368,53 @@ def test_a_rollout_out_of_room_or_time_is_scored_in_its_state(tmp_path: Path, mo
     assert {row.reward_parts["environment"] for rows in group_of(outcome).by_rollout for row in rows} == {1.0}
 
 
-class Silent(ScriptedEngine):
-    """Is at its first token for ever."""
+class Slow(ScriptedEngine):
+    """Answers after a second."""
 
     def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
-        return asyncio.get_running_loop().create_future()
+        answer = super().submit(request)
+
+        async def later() -> Outcome:
+            await asyncio.sleep(1.0)
+            return await answer
+
+        return asyncio.ensure_future(later())
 
 
 @bubblewrap
-def test_a_task_whose_time_is_over_before_an_answer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a slow machine: the tests have nothing to score."""
+def test_a_slow_model_takes_no_time_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that samples for many rollouts: they would be worth less there."""
     play = play_with("bubblewrap", monkeypatch)
-    row = read_task(make_task(tmp_path, "brief", f"{TOML}[agent]\ntimeout_sec = 0.2\n"))
+    test = 'test -e made && reward=1 || reward=0; echo $reward > "$ECHO2_ROOT/logs/verifier/reward.txt"'
+    row = read_task(make_task(tmp_path, "brief", f"{TOML}[agent]\ntimeout_sec = 0.5\n", test))
 
     async def plays(model: LoopbackModel, rng: Any) -> float:
         return await play(row, 1, model)
 
-    failure = failure_of(played(Silent(str), plays, AGENTS_TOKENIZER))
+    def speak(prompt: str) -> str:
+        return "Done." if "<|im_start|>tool" in prompt else calls("touch made")
+
+    group = group_of(played(Slow(speak), plays, AGENTS_TOKENIZER, 4000))
+    assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {1.0}
+
+
+@bubblewrap
+def test_tests_on_a_machine_that_is_too_busy_are_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two programs on one processor, none has it for nine tenths of the time."""
+    monkeypatch.setattr(programs, "BUSY_FACTOR", 1.1)
+    before = os.sched_getaffinity(0)
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+    try:
+        os.sched_setaffinity(other.pid, {min(before)})
+        os.sched_setaffinity(0, {min(before)})
+        task = make_task(tmp_path, "one", TOML.replace("5", "2"), "while :; do :; done")
+        failure = failure_of(outcome_of(play_with("bubblewrap", monkeypatch), task, lambda prompt: "Done.")[0])
+    finally:
+        os.sched_setaffinity(0, before)
+        other.kill()
+        other.wait()
     assert failure.reason == "environment_failed"
-    assert "brief: agent.timeout_sec = 0.2 was over before the model's first answer" in failure.detail
+    assert "The machine is too busy" in failure.detail
 
 
 def test_a_fault_of_the_runtime_loses_the_rollout_by_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -76,6 +77,20 @@ def key_in(variable: str) -> str:
             f"The key in ${variable} has a line break inside, or a character that is not ASCII. Export the key alone."
         )
     return key
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """Return how many seconds an answer wants that nobody asks: it says so, or names a moment of its own clock. 0: it
+    says nothing that can be read."""
+    told = headers.get("retry-after", "")
+    try:
+        seconds = float(told)
+    except ValueError:
+        try:
+            seconds = (parsedate_to_datetime(told) - parsedate_to_datetime(headers["date"])).total_seconds()
+        except (KeyError, TypeError, ValueError):
+            return 0.0
+    return seconds if seconds > 0.0 else 0.0  # also of NaN
 
 
 class Endpoint:
@@ -191,11 +206,11 @@ class Endpoint:
                 raise DownEndpoint(f"it answers with a web page: {text}")
             self.num_answers, self._num_busy = self.num_answers + 1, 0
             return data
-        words, retry_after = f"it answers {status}: {text}", headers.get("retry-after", "")
+        words = f"it answers {status}: {text}"
         if status in (401, 403):
             words += f"; {self._about_key}: stop the run, set it, and continue with --resume"
-        if status == 429 or (status == 503 and retry_after):
-            raise BusyEndpoint(words, float(retry_after) if retry_after.isdecimal() else 0.0)
+        if status == 429 or (status == 503 and headers.get("retry-after")):
+            raise BusyEndpoint(words, retry_after(headers))
         raise RefusedRequest(words) if status in REFUSALS else DownEndpoint(words)
 
     async def close(self) -> None:

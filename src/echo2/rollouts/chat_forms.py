@@ -19,6 +19,7 @@ from echo2.core.documents import half_character, parse_json
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 from echo2.engines.engine import Completion
 from echo2.rollouts.recorded import CallRefused
+from echo2.tasks.loopback_model import CUT, TOO_LONG
 
 MESSAGES_MAX = 10_000
 TOOLS_MAX = 128
@@ -402,7 +403,7 @@ class _AnthropicStream:
 
 def _anthropic_error(status: int, code: str, message: str) -> Json:
     kind = ERROR_TYPES.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": TOO_LONG + message if code == CUT else message}}
 
 
 OPENAI = ChatForm(_openai_call, _openai_answer, _OpenAIStream, openai_error, "data: [DONE]\n\n")

@@ -17,6 +17,7 @@ from echo2.rollouts.recorded import Played, RecordedRollout
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, Sampler
 from echo2.sandbox.code_process import CodeFailure
 from echo2.sandbox.plugins import traceback_of
+from echo2.tasks.loopback_model import OutOfRoomError
 
 #: Time limit of a rollout whose lease has none (`echo2 eval`).
 PLAY_SECONDS = 600.0
@@ -31,7 +32,8 @@ class Harness(Protocol):
         """Load the harness. Raises UserError if it cannot be loaded."""
 
     async def play(self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float) -> float:
-        """Play one rollout. Returns its reward. `model`: how to call the model. Raises UserError if it fails."""
+        """Play one rollout. Returns its reward. `model`: how to call the model. Raises OutOfRoomError if it ends with
+        a call that is refused for lack of room, and UserError if it fails."""
 
     async def close(self) -> None:
         """Stop the harness; rollouts under way are abandoned."""
@@ -58,9 +60,10 @@ class HarnessEnvironment:
     async def play(
         self, engine: Sampler, tokenizer: Tokenizer, assignment: Assignment, sample: int
     ) -> Played | RequestFailure:
-        """Play one rollout of an assignment. If the harness fails after its rollout was cut off for its length, the
-        reward is 0: the harness is not at fault, and the tokens are valid. If another rollout may have ended the
-        shared process, this rollout starts again.
+        """Play one rollout of an assignment. If the harness raises the refusal of a call for which the rollout has no
+        room, the reward is 0: nothing is at fault, and the tokens are valid. If it fails in any other way, the rollout
+        is lost, also if it was cut off before. If another rollout may have ended the shared process, this rollout
+        starts again.
         """
         for _ in range(DEATHS_MAX):
             try:
@@ -87,7 +90,7 @@ class HarnessEnvironment:
         except UserError as error:
             if isinstance(error, CodeFailure) and error.is_shared:
                 raise
-            if not recorded.is_cut:
+            if not (isinstance(error, OutOfRoomError) and recorded.is_cut):
                 recorded.fail("environment_failed", str(error), traceback_of(error))
             return recorded.played(0.0)
         finally:

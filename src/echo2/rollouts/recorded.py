@@ -22,6 +22,7 @@ from echo2.core.types import Assignment, Rollout, SamplingParams
 from echo2.engines.engine import Completion, Conversation, Outcome, RequestFailure, SampleRequest, derived_seed
 from echo2.engines.tokenizer import StopRule, Tokenizer
 from echo2.rollouts.turns import Sampler, check_sum
+from echo2.tasks.loopback_model import CUT
 from echo2.transport.limits import GROUP_TOKENS_MAX, ROWS_MAX, TOKENS_MAX
 
 
@@ -191,7 +192,7 @@ class RecordedRollout:
         """Mark the row as cut off; if it has no answer yet, the one before."""
         for cut in [row] if row.spoken.turns else self._spoken()[-1:]:
             cut.is_cut = True
-        return CallRefused(400, "context_length_exceeded", why)
+        return CallRefused(400, CUT, why)
 
     async def _sampled(self, row: _Row, prompt: array[int], params: SamplingParams, bounds: CallBounds) -> Outcome:
         seed = derived_seed(self._assignment.lease.seed, self._sample, self.num_calls)

@@ -16,16 +16,18 @@ import asyncio
 import glob
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +35,8 @@ from echo2.core.background import Shared
 from echo2.core.child import ChildProcess
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
-from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, write_files
+from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, full_disk, is_full, write_files
+from echo2.sandbox.process_table import Used, usage_in
 from echo2.sandbox.programs import (
     START_SECONDS,
     WRAPPED,
@@ -44,6 +47,7 @@ from echo2.sandbox.programs import (
     must,
     outcome,
     refused,
+    tidy_up,
 )
 
 #: Names one of RUNTIMES, in place of the first that works here.
@@ -53,8 +57,12 @@ RUNTIMES = (*IMAGES, "bubblewrap", "landlock")
 #: Of a container's folder, before the number of the process that owns it; and when one without an owner is removed.
 PREFIX = "echo2-container-"
 STALE_SECONDS = 3600.0
-#: A container's first process: ends when our end of its stdin closes, and buries what others leave.
-FIRST = 'echo "up $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
+#: A container's first process: ends when our end of its stdin closes, and buries what others leave. It says its number,
+#: for what ends a command ends all processes that it sees: where it is not the first, those are the machine's.
+FIRST = 'echo "up $$ $PWD"; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done'
+#: Of a runtime's description of itself: the folder that has its images and containers.
+STORES = {"podman": "{{.Store.GraphRoot}}", "docker": "{{.DockerRootDir}}"}
+CONTAINER_ID = re.compile("[0-9a-f]{32,}")
 #: Of what a runtime says before that.
 STARTUP_BYTES_MAX = 4096
 #: Begins a command in the folder $2. A command before it may have removed that, and docker begins in no other.
@@ -83,16 +91,17 @@ class Container(Protocol):
         """Make the folder `place` (such as /tests) anew, with these files. Raises ContainerFault."""
 
     async def close(self) -> None:
-        """End all processes and forget all files."""
+        """End all processes and forget all files. What fails of that is logged."""
 
 
 class ImageContainer:
     """A container of podman or docker. Its first process, of ours, ends with this one; a limit that is exceeded ends
-    all its processes, and the next command starts it again with its files."""
+    all its processes, and the next command starts it again with its files. `store`: the folder that has these."""
 
-    def __init__(self, program: str, image: str, directory: str, limits: ContainerLimits) -> None:
+    def __init__(self, program: str, image: str, directory: str, limits: ContainerLimits, store: Path) -> None:
         self._program, self.image, self._directory, self._limits = program, image, directory, limits
-        self._name = f"echo2-{secrets.token_hex(8)}"
+        self._store = store
+        self._name, self._id = f"echo2-{secrets.token_hex(8)}", ""
         self._main: ChildProcess | None = None
         self._lifeline: asyncio.StreamWriter | None = None  # its first process reads the end of this
 
@@ -105,13 +114,16 @@ class ImageContainer:
         words = ("sh", "-c", script, nonce, command, self._directory)
         program = (self._program, "exec", "--workdir", "/", *env_words, self._name, *words)
         output_bytes = self._limits.output_bytes + len(nonce) + 1
-        status, output, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
-        if not stopped and main.status is not None:
+        used = partial(_used, self._id)
+        ran = await Program(program, seconds, output_bytes, used=used, end=self._kill).run()
+        if self._store.is_dir() and is_full(self._store):  # else it is on another machine
+            raise ContainerFault(full_disk(self._store))
+        if not ran.stopped and main.status is not None:
             format_ = "{{.State.OOMKilled}}"
             if "true" not in await must(self._program, "inspect", "--format", format_, self._name):
                 raise ContainerFault(f"{self._program}'s container died during a command (status {main.status}).")
-            stopped = "memory"
-        return outcome(nonce, status, output, stopped, self._program)
+            ran = replace(ran, stopped="memory")
+        return outcome(nonce, ran, self._program)
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         await self._started()
@@ -124,7 +136,7 @@ class ImageContainer:
 
     async def close(self) -> None:
         if self._main is not None:
-            await Program((self._program, "rm", "--force", "--volumes", self._name), START_SECONDS).run()
+            await tidy_up(self._program, "rm", "--force", "--volumes", self._name)
             self._main.kill()
 
     async def _started(self) -> ChildProcess:
@@ -138,7 +150,11 @@ class ImageContainer:
             async with asyncio.timeout(START_SECONDS):
                 folder = await _is_up(stream)
             self._directory = self._directory or folder
+            self._id = self._id or (await must(self._program, "inspect", "--format", "{{.Id}}", self._name)).strip()
         except (OSError, TimeoutError) as error:
+            if self._main is not None:  # else the next command would run in it
+                self._main.kill()
+                await self._main.ended(START_SECONDS)
             raise ContainerFault(
                 f"{self._program} does not start {self.image}: {str(error) or 'it took too long'}"
             ) from error
@@ -159,21 +175,29 @@ class ImageContainer:
             raise ContainerFault(f"{self._program} did not end its container {self._name}.")
 
 
+def _used(container_id: str, _: int) -> Used:
+    """Return what a container's processes use, none of which is a child of ours: nothing, where its control group does
+    not tell them apart."""
+    return usage_in(container_id) if CONTAINER_ID.fullmatch(container_id) else Used()
+
+
 async def _is_up(stream: asyncio.StreamReader) -> str:
     """Wait for the first process of a container; return the folder that it is in. What the runtime says before, as that
     swap has no limit, is no fault, unless it does without other limits.
 
     Raises:
-        OSError: the container did not start, or without its limits.
+        OSError: the container did not start, or without its limits, or it sees the machine's processes.
     """
     output = b""
-    while not (line := await stream.readline()).startswith(b"up /"):
+    while not (up := re.fullmatch(rb"up (\d+) (/.*)\n", line := await stream.readline())):
         output += line
         if not line or len(output) > STARTUP_BYTES_MAX:
             break
-    if not line.startswith(b"up /") or b"ignored" in output or b"discarded" in output:
+    if up is None or b"ignored" in output or b"discarded" in output:
         raise OSError(output[:STARTUP_BYTES_MAX].decode(errors="replace").strip())
-    return line.decode().removeprefix("up ").strip()
+    if up[1] != b"1":
+        raise OSError("its containers have the process ids of the machine (pidns = host?), which commands could end")
+    return up[2].decode().strip()
 
 
 def ulimits() -> list[str]:
@@ -236,6 +260,7 @@ class Containers:
     def __init__(self, runtime: str) -> None:
         self.runtime = runtime
         self._images = Shared[str, str](self._image)
+        self._stores = Shared[str, Path](self._store)
         self._pending_images: dict[str, Image] = {}
         self._is_tidy = False
 
@@ -248,7 +273,8 @@ class Containers:
         if self.runtime in IMAGES:
             key = image.name or _tag(image)
             self._pending_images[key] = image
-            opened: Container = ImageContainer(self.runtime, await self._images.get(key), image.directory, limits)
+            name, store = await self._images.get(key), await self._stores.get(self.runtime)
+            opened: Container = ImageContainer(self.runtime, name, image.directory, limits, store)
             try:
                 if image.name and image.files:
                     await opened.put(image.directory or "/app", image.files)
@@ -277,16 +303,19 @@ class Containers:
             return
         self._is_tidy = True
         for path in _stale_folders():
-            await Program((*REMOVE, path), START_SECONDS).run()
+            await tidy_up(*REMOVE, path)
+
+    async def _store(self, runtime: str) -> Path:
+        return Path((await must(runtime, "info", "--format", STORES[runtime])).strip() or "/none")
 
     async def _image(self, key: str) -> str:
         image, program = self._pending_images.pop(key), self.runtime
-        prune = (program, "container", "prune", "--force", "--filter", "label=echo2", "--filter", "until=1h")
-        await Program(prune, START_SECONDS).run()  # of owners that were killed
-        status, _, _ = await Program((program, "image", "inspect", key), START_SECONDS).run()
-        if status and image.name:
+        filters = ("--filter", "label=echo2", "--filter", "until=1h")
+        await tidy_up(program, "container", "prune", "--force", *filters)  # of owners that were killed
+        is_missing = (await Program((program, "image", "inspect", key), START_SECONDS).run()).status
+        if is_missing and image.name:
             await must(program, "pull", "--quiet", key, seconds=image.build_seconds)
-        elif status:
+        elif is_missing:
             with tempfile.TemporaryDirectory(prefix="echo2-build-") as folder:
                 context = Path(folder) / "context"
                 await asyncio.to_thread(write_files, context, image.files or {})
@@ -297,6 +326,35 @@ class Containers:
 
 
 _of_this_process = cache(Containers)
+#: Faults of the containers of one rollout, for whoever plays it: agents' frameworks hide what a tool raises.
+FAULTS: ContextVar[list[ContainerFault]] = ContextVar("FAULTS")
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    try:
+        yield
+    except ContainerFault as error:
+        FAULTS.get([]).append(error)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _NotedContainer:
+    """A container whose faults are noted."""
+
+    inner: Container
+
+    async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
+        with _noted():
+            return await self.inner.run(command, seconds, variables)
+
+    async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
+        with _noted():
+            await self.inner.put(place, files)
+
+    async def close(self) -> None:
+        await self.inner.close()
 
 
 @asynccontextmanager
@@ -305,22 +363,25 @@ async def container(
 ) -> AsyncIterator[Container]:
     """Open a container of this machine's runtime for an environment of the user's (`echo2.container`). Behind the block
     it ends, with all that runs in it. `image`: of podman and docker; others have none. `files`: put where commands run,
-    by relative path. `limits`: as in `ContainerLimits`.
+    by relative path. `limits`: as in `ContainerLimits`. A ContainerFault loses the rollout of a harness also if that
+    catches it.
 
     Raises:
         ContainerFault: this machine has no containers, or its runtime fails.
         UserError: the runtime needs an image, or a path leads out of the container's folder.
     """
-    containers = _of_this_process(await asyncio.to_thread(find_runtime))
+    with _noted():
+        containers = _of_this_process(await asyncio.to_thread(find_runtime))
     if not image and containers.runtime in IMAGES:
         raise UserError(f"{containers.runtime} needs an image: echo2.container(image='python:3.12-slim').")
     encoded_files = {
         name: (text.encode() if isinstance(text, str) else text, False) for name, text in (files or {}).items()
     }
     directory = "" if containers.runtime in IMAGES and not encoded_files else "/app"
-    opened = await containers.open(Image(directory, encoded_files, image), ContainerLimits(**limits))
+    with _noted():
+        opened = await containers.open(Image(directory, encoded_files, image), ContainerLimits(**limits))
     try:
-        yield opened
+        yield _NotedContainer(opened)
     finally:
         await opened.close()
 

@@ -15,13 +15,24 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
-from echo2.sandbox.process_table import Used, usage
-from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome, refused
+from echo2.sandbox.process_table import Used, num_ended_for_memory, usage
+from echo2.sandbox.programs import (
+    WRAPPED,
+    ContainerFault,
+    ContainerLimits,
+    Program,
+    Ran,
+    must,
+    outcome,
+    refused,
+    tidy_up,
+)
 
 #: A program with its arguments, and its environment.
 Started = tuple[tuple[str, ...], Mapping[str, str]]
@@ -29,6 +40,8 @@ ROOT = "ECHO2_ROOT"
 FILE_BYTES_MAX = 1 << 30  # of one file, where no image's storage limits it
 #: Folders that a task's commands may write, where there is no image; `shm` is bubblewrap's /dev/shm.
 FOLDERS = ("app", "logs", "root", "shm", "tmp")
+#: Statuses of a command that was killed.
+KILLED = (137, -9)
 #: Limits that end a command: its container's, and the machine's.
 STORAGE, DISK = "storage", "disk"
 #: Of a container's folder: the filter of system calls, for bubblewrap.
@@ -98,16 +111,19 @@ class FolderContainer:
         build = self._bubblewrap if self._is_bubblewrap else self._landlock
         program, environment = build(all_variables, ("/bin/sh", "-c", script, nonce, command))
         output_bytes = self._limits.output_bytes + len(nonce) + 1
-        call = Program(program, seconds, output_bytes, environment, self._over, self._stored)
-        status, output, stopped = await call.run()
-        if not stopped:
-            stopped = await asyncio.to_thread(self._stored)
-        if stopped == DISK:
-            raise ContainerFault(f"The disk of {self.folder.parent} is full: less than {LEFT_BYTES} bytes left.")
-        self._has_room = stopped != STORAGE
-        if status < 0 and not stopped:
-            raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
-        return outcome(nonce, status, output, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
+        call = Program(program, seconds, output_bytes, environment, over=self._over, stored=self._stored)
+        num_ended = num_ended_for_memory()
+        ran = await call.run()
+        if not ran.stopped:
+            ran = replace(ran, stopped=await asyncio.to_thread(self._stored))
+        if ran.stopped == DISK:
+            raise ContainerFault(full_disk(self.folder.parent))
+        self._has_room = ran.stopped != STORAGE
+        if ran.status in KILLED and not ran.stopped and num_ended_for_memory() > num_ended:
+            raise ContainerFault("The machine ran out of memory, and the kernel ended programs, perhaps this command.")
+        if ran.status < 0 and not ran.stopped:
+            raise ContainerFault(f"A container was killed from outside, by signal {-ran.status}.")
+        return outcome(nonce, ran, "bubblewrap" if self._is_bubblewrap else "Landlock")
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         target = self.folder / place.strip("/")
@@ -117,7 +133,7 @@ class FolderContainer:
             await must("chown", "-hR", str(confinement.NOBODY), str(target))
 
     async def close(self) -> None:
-        await must(*REMOVE, str(self.folder))
+        await tidy_up(*REMOVE, str(self.folder))
 
     def _open_folders(self) -> None:
         """Give the owner of the folders all rights of them, which the last command may have taken."""
@@ -125,8 +141,7 @@ class FolderContainer:
             if (mode := (self.folder / name).stat().st_mode) & 0o700 != 0o700:
                 (self.folder / name).chmod(stat.S_IMODE(mode) | 0o700)
 
-    def _over(self, pid: int) -> str:
-        used: Used = usage(pid)
+    def _over(self, used: Used) -> str:
         if len(used.pids) > self._limits.num_processes:
             return "processes"
         return "memory" if used.exceeds(self._limits.memory_bytes) else ""
@@ -172,6 +187,11 @@ class FolderContainer:
 def is_full(folder: Path) -> bool:
     """Whether the disk of a folder has hardly any room left."""
     return shutil.disk_usage(folder).free < LEFT_BYTES
+
+
+def full_disk(folder: Path) -> str:
+    """Return what is said of it."""
+    return f"The disk of {folder} is full: less than {LEFT_BYTES} bytes left."
 
 
 def exceeds(folder: Path, pids: Iterable[int], bytes_max: int) -> bool:

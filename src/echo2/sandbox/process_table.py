@@ -1,4 +1,5 @@
-"""The processes of this machine, read from /proc: how many a command has started, and how much memory they use.
+"""The processes of this machine, read from /proc: how many a command has started, what they use, and whether they wait
+for a processor.
 
 For commands that no control group limits (`containers.py`). Reading the table takes milliseconds, so that those who
 ask within a tenth of a second get the same one.
@@ -14,25 +15,36 @@ from pathlib import Path
 
 #: How long a table is taken for the present.
 FRESH_SECONDS = 0.1
+COUNTS = Path("/proc/vmstat")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
+READY = b"R"  # the state of what computes, or waits for a processor
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One process: of its parent, its group and its resident pages."""
+    """One process: of its parent, its group, its threads, its resident pages, and the processor time of itself and of
+    its children that have ended."""
 
+    is_ready: bool
     parent: int
     group: int
+    num_threads: int
     num_pages: int
+    cpu_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """A process, all that descends from it, and all of its group. `inner`: its children."""
+    """A process, all that descends from it, and all of its group. `inner`: its children; `is_ready`: whether one of
+    them computes, or waits for a processor; `at`: when they were looked at."""
 
-    pids: frozenset[int]
-    inner: tuple[int, ...]
-    resident_bytes: int
+    pids: frozenset[int] = frozenset()
+    inner: tuple[int, ...] = ()
+    resident_bytes: int = 0
+    cpu_seconds: float = 0.0
+    is_ready: bool = False
+    at: float = 0.0
 
     def exceeds(self, memory_bytes: int) -> bool:
         """Whether they use more memory. What several share counts once, where the kernel says how much that is."""
@@ -44,10 +56,7 @@ _table: tuple[float, dict[int, _Row]] = (-1.0, {})
 
 def usage(pid: int) -> Used:
     """Return what a process and those that it started use; nothing, where there is no /proc."""
-    global _table
-    if time.monotonic() - _table[0] > FRESH_SECONDS:
-        _table = (time.monotonic(), _read())
-    rows = _table[1]
+    rows = _rows()
     children: dict[int, list[int]] = {}
     for one, row in rows.items():
         children.setdefault(row.parent, []).append(one)
@@ -57,8 +66,36 @@ def usage(pid: int) -> Used:
         if one not in pids and one in rows:
             pids.add(one)
             waiting += children.get(one, [])
-    resident = sum(rows[one].num_pages for one in pids) * PAGE_BYTES
-    return Used(frozenset(pids), tuple(children.get(pid, ())), resident)
+    return _used({one: rows[one] for one in pids}, tuple(children.get(pid, ())))
+
+
+def usage_in(group: str) -> Used:
+    """Return what the processes use whose control group's name has a part, such as a container's id; nothing, where
+    there is none."""
+    rows, found = _rows(), {}
+    for pid, row in rows.items():
+        with suppress(OSError):  # it has ended
+            if group in Path("/proc", str(pid), "cgroup").read_text():
+                found[pid] = row
+    return _used(found)
+
+
+def _used(found: dict[int, _Row], inner: tuple[int, ...] = ()) -> Used:
+    return Used(
+        frozenset(found),
+        inner,
+        sum(row.num_pages for row in found.values()) * PAGE_BYTES,
+        sum(row.cpu_seconds for row in found.values()),
+        any(row.is_ready or (row.num_threads > 1 and _has_ready_thread(one)) for one, row in found.items()),
+        _table[0],
+    )
+
+
+def num_ended_for_memory() -> int:
+    """Return how many processes the kernel has ended because memory ran out; 0, where it does not say so."""
+    with suppress(OSError):
+        return next((int(line.split()[1]) for line in COUNTS.read_text().splitlines() if "oom_kill " in line), 0)
+    return 0
 
 
 def num_threads(user: int) -> int:
@@ -70,13 +107,31 @@ def num_threads(user: int) -> int:
     return total
 
 
+def _rows() -> dict[int, _Row]:
+    global _table
+    if time.monotonic() - _table[0] > FRESH_SECONDS:
+        _table = (time.monotonic(), _read())
+    return _table[1]
+
+
 def _read() -> dict[int, _Row]:
     rows = {}
     for place in _processes():
         with suppress(OSError):  # it has ended
             fields = (place / "stat").read_bytes().rpartition(b")")[2].split()  # a name may have anything in it
-            rows[int(place.name)] = _Row(int(fields[1]), int(fields[2]), int(fields[21]))
+            parent, group, num_threads, num_pages = (int(fields[at]) for at in (1, 2, 17, 21))
+            cpu_seconds = sum(map(int, fields[11:15])) * TICK_SECONDS
+            rows[int(place.name)] = _Row(fields[0] == READY, parent, group, num_threads, num_pages, cpu_seconds)
     return rows
+
+
+def _has_ready_thread(pid: int) -> bool:
+    """Whether one of its threads computes: the process's own state is that of its first one."""
+    for place in Path("/proc", str(pid), "task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            if place.read_bytes().rpartition(b")")[2].split()[0] == READY:
+                return True
+    return False
 
 
 def _processes() -> list[Path]:

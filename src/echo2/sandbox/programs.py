@@ -1,23 +1,33 @@
 """One program that is run to its end, as a container's command is: with limits on its time and output, watched, and
 ended with all that it started.
+
+Its time is that of the clock, less what it waited for a processor: that others compute, too, is not the program's
+affair. A machine on which it waits too long is at fault.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from echo2.core.background import together
 from echo2.core.child import ChildProcess
 from echo2.core.errors import UserError
-from echo2.sandbox.process_table import usage
+from echo2.sandbox.process_table import Used, usage
+
+log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.1  # between two looks at a command's processes
 STORAGE_SECONDS = 0.5  # between two looks at its files, or longer
 START_SECONDS = 60.0  # for the runtime to start or end a container
 PRINTED_BYTES_MAX = 16 << 20  # what a command may print, whatever of it is kept
+BUSY_FACTOR = 10.0  # so many times its limit may pass by the clock; then the machine gave it a tenth of a processor
+#: Ends a program that waits for the machine all the time.
+BUSY = "busy"
 #: Of a command: the kernel gives a program no longer argument than 128 KiB.
 COMMAND_BYTES_MAX = 120 << 10
 #: Says that the container is there, then runs the command ($1) without input; what is put for END comes last. Output
@@ -49,11 +59,12 @@ class ContainerLimits:
 class Ran:
     """What a command did. `status`: its exit status; `output`: the first and last of what it printed, at most
     `ContainerLimits.output_bytes`; `stopped`: the limit that ended it (time, memory, processes, output, storage), or
-    empty."""
+    empty; `seconds`: the time that it took, without what it waited for a processor."""
 
     status: int
     output: str
     stopped: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 def refused(command: str) -> Ran | None:
@@ -87,39 +98,73 @@ class _PrintedOutput:
         return (bytes(self._first) + between + bytes(self._last)).decode(errors="replace")
 
 
+class Stopwatch:
+    """The time of processes from `now` on, without what they waited for a processor, as far as looks at them show: at
+    each, one was ready that did not compute all the while since the last."""
+
+    def __init__(self, now: float) -> None:
+        self._began = self._seen_at = now
+        self._computed = self.waited = 0.0
+
+    def look(self, used: Used) -> None:
+        if used.is_ready and used.at > self._seen_at:
+            computed = max(0.0, used.cpu_seconds - self._computed)
+            self.waited += max(0.0, used.at - self._seen_at - computed)
+        self._seen_at, self._computed = max(used.at, self._seen_at), used.cpu_seconds
+
+    def seconds(self, now: float) -> float:
+        return max(0.0, now - self._began - self.waited)
+
+    def is_starved(self, now: float, limit: float) -> bool:
+        """Whether the machine is too busy for a program with this limit."""
+        return now - self._began > BUSY_FACTOR * limit
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that is run to its end. `over(pid)` names a limit that its processes exceed; so does `stored(pid)`,
-    which may take long and is called in a thread; `end()` ends them."""
+    """A program that is run to its end. `used(pid)`: what its processes use; `over` names a limit that this exceeds; so
+    does `stored(pid)`, which may take long and is called in a thread; `end()` ends them."""
 
     words: tuple[str, ...]
     seconds: float
     output_bytes: int = 8 << 10
     environment: Mapping[str, str] | None = None
-    over: Callable[[int], str] = lambda pid: ""
+    used: Callable[[int], Used] = usage
+    over: Callable[[Used], str] = lambda used: ""
     stored: Callable[[int], str] = lambda pid: ""
     end: Callable[[], Awaitable[None]] | None = None
 
-    async def run(self) -> tuple[int, str, str]:
-        """Return its status, what it printed, and the limit that ended it."""
+    async def run(self) -> Ran:
+        """Return what it did; its status is -N if signal N ended it.
+
+        Raises:
+            ContainerFault: it does not start, or the machine was too busy for it.
+        """
         merged = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *self.words)
         output, stopped = _PrintedOutput(self.output_bytes), ""
         try:
             child = ChildProcess(merged, environment=self.environment, has_pipes=True)
         except OSError as error:
             raise ContainerFault(f"{self.words[0]} does not start: {error}.") from error
+        clock = time.monotonic
+        stopwatch = Stopwatch(clock())
         try:
             stream, _stdin = await child.streams()  # held: its end ends the command
             async with together() as group:
                 group.create_task(output.listen(stream))
                 looking = group.create_task(self._look(child))
-                if stopped := await self._limit(child, output, looking):
+                if stopped := await self._limit(child, output, looking, stopwatch):
                     await self._end(child)
         finally:
             if child.status is None:
                 await asyncio.shield(self._end(child))
             child.kill()
-        return child.status or 0, output.text(), stopped
+        if stopped == BUSY:
+            raise ContainerFault(
+                f"The machine is too busy: a command with a limit of {self.seconds:g} s waited {stopwatch.waited:.0f} "
+                "s for a processor. Let fewer programs run there, or give its worker fewer --slots."
+            )
+        return Ran(child.status or 0, output.text(), stopped, stopwatch.seconds(clock()))
 
     async def _look(self, child: ChildProcess) -> str:
         """Look at what is stored until it is too much; a tenth of the time, however long a look takes."""
@@ -131,12 +176,17 @@ class Program:
             await child.ended(max(STORAGE_SECONDS, 9 * (clock() - began)))
         return ""
 
-    async def _limit(self, child: ChildProcess, output: _PrintedOutput, looking: asyncio.Task[str]) -> str:
-        clock = asyncio.get_running_loop().time
-        until = clock() + self.seconds
+    async def _limit(
+        self, child: ChildProcess, output: _PrintedOutput, looking: asyncio.Task[str], stopwatch: Stopwatch
+    ) -> str:
         while await child.ended(min(CHECK_SECONDS, self.seconds)) is None:
-            exceeded = "time" if clock() > until else "output" if output.num_bytes > PRINTED_BYTES_MAX else ""
-            if exceeded := exceeded or self.over(child.pid) or (looking.result() if looking.done() else ""):
+            used = self.used(child.pid)
+            stopwatch.look(used)
+            now = time.monotonic()
+            exceeded = "time" if stopwatch.seconds(now) > self.seconds else ""
+            exceeded = exceeded or ("output" if output.num_bytes > PRINTED_BYTES_MAX else "") or self.over(used)
+            exceeded = exceeded or (looking.result() if looking.done() else "")
+            if exceeded := exceeded or (BUSY if stopwatch.is_starved(now, self.seconds) else ""):
                 return exceeded
         return ""
 
@@ -159,17 +209,25 @@ def _kill(pid: int) -> None:
 
 async def must(*program: str, seconds: float = START_SECONDS) -> str:
     """Run a program of the machine. Return what it printed. Raises ContainerFault: it failed, or took too long."""
-    status, output, stopped = await Program(program, seconds).run()
-    if status or stopped:
-        failed = f"failed with status {status}: {output.strip()[-1500:]}"
-        reason = f"took longer than {seconds:g} s" if stopped else failed
+    ran = await Program(program, seconds).run()
+    if ran.status or ran.stopped:
+        failed = f"failed with status {ran.status}: {ran.output.strip()[-1500:]}"
+        reason = f"took longer than {seconds:g} s" if ran.stopped else failed
         raise ContainerFault(f"`{' '.join(program[:3])}` {reason}")
-    return output
+    return ran.output
 
 
-def outcome(nonce: str, status: int, printed: str, stopped: str, what: str) -> Ran:
-    """Read what a wrapped command printed. Raises ContainerFault: it was never begun."""
-    line, _, output = printed.partition("\n")
-    if line != nonce and not stopped:
-        raise ContainerFault(f"{what} does not run commands (status {status}): {printed.strip()[-1500:]}")
-    return Ran(128 - status if status < 0 else status, output, stopped)
+async def tidy_up(*program: str) -> None:
+    """Run a program that removes something. What fails is logged: it spoils no result."""
+    try:
+        await must(*program)
+    except ContainerFault as error:
+        log.warning("something is left on this machine: %s", error)
+
+
+def outcome(nonce: str, ran: Ran, what: str) -> Ran:
+    """Return what a wrapped command did. Raises ContainerFault: it was never begun."""
+    line, _, output = ran.output.partition("\n")
+    if line != nonce and not ran.stopped:
+        raise ContainerFault(f"{what} does not run commands (status {ran.status}): {ran.output.strip()[-1500:]}")
+    return replace(ran, status=128 - ran.status if ran.status < 0 else ran.status, output=output)

@@ -44,7 +44,7 @@ from echo2.transport.limits import REWARD_MAX
 
 log = logging.getLogger(__name__)
 
-REPLY_CHARS_MAX = 1 << 18
+REPLY_CHARS_MAX = 1 << 18  # kept of an answer's text; the middle of a longer one is left out
 CALL_SECONDS = 30.0  # limit on beginning a rollout, or on answering an action
 GRACE_SECONDS = 5.0  # for an asynchronous call to be cancelled alone, before its process is killed
 DEATHS_MAX = 3  # process deaths caused by other rollouts' code that one call survives
@@ -143,12 +143,10 @@ class LocalEnvironment:
         if not isinstance(answer, tuple | list) or len(answer) != 3:
             raise UserError(f"The environment {self._spec} answered {shown(answer)}, not (text, reward, done).")
         text, reward, done = answer
-        if not isinstance(text, str) or len(text) > REPLY_CHARS_MAX:
-            what = f"{len(text)} characters" if isinstance(text, str) else shown(text)
-            raise UserError(
-                f"The environment {self._spec} said {what}; a text of {REPLY_CHARS_MAX} characters is the limit."
-            )
+        if not isinstance(text, str):
+            raise UserError(f"The environment {self._spec} said {shown(text)}, which is no text.")
         try:
+            text = _fitting(text)
             text.encode()
             value = float(reward)
         except (UnicodeEncodeError, TypeError, ValueError, OverflowError) as error:
@@ -156,6 +154,15 @@ class LocalEnvironment:
         if not math.isfinite(value) or abs(value) > REWARD_MAX:
             raise UserError(f"The environment {self._spec} gave the reward {value}; +-{REWARD_MAX:g} is the limit.")
         return Reply(text, value, bool(done))
+
+
+def _fitting(text: str) -> str:
+    """Return a text without the middle of what is too long, as the output of a command: the same wherever it is said
+    again."""
+    half = REPLY_CHARS_MAX // 2
+    if len(text) <= 2 * half:
+        return text
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
 @dataclass(slots=True)

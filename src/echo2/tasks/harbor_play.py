@@ -2,8 +2,9 @@
 the reward. A harness of the house (`harness_process.py`: environment = "harbor").
 
 The policy calls the tool `bash`; a model whose chat template knows no tools writes a block of code. Each command is a
-shell of its own; files stay. An answer without a command ends the conversation, as do the task's time and the room of
-the rollout. Then `tests/test.sh` runs in the same container, in a fresh process, with fresh /tests and /logs.
+shell of its own; files stay. An answer without a command ends the conversation, as do the room of the rollout and the
+task's time, which is that of its commands: how fast the model answers is the machine's affair. Then `tests/test.sh`
+runs in the same container, in a fresh process, with fresh /tests and /logs.
 
 A command or a test that exceeds a limit is the policy's affair. A container that does not start or dies, and tests that
 leave no reward, are nobody's zero: the rollout is lost by that cause.
@@ -110,17 +111,10 @@ def make_play() -> Play:
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": row["instruction"]},
         ]
-        begun = len(talk)
         container = await containers.open(image, limits)
         try:
-            with suppress(OutOfRoomError, TimeoutError):  # what was done until then counts
-                async with asyncio.timeout(task.agent_seconds):
-                    await _converse(model, talk, container, task, running)
-            if len(talk) == begun:
-                raise UserError(
-                    f"{task.name}: agent.timeout_sec = {task.agent_seconds:g} was over before the model's first "
-                    "answer. Raise it, or lower sampling.max_tokens."
-                )
+            with suppress(OutOfRoomError):  # what was done until then counts
+                await _converse(model, talk, container, task, running)
             return await _reward(container, task, unpacked_files(row["files"], TESTS), running)
         finally:
             await container.close()
@@ -191,7 +185,8 @@ def _copied(files: Files, sources: list[str], target: str, directory: str, name:
 async def _converse(
     model: LoopbackModel, talk: list[dict[str, Any]], container: Container, task: HarborTask, running: asyncio.Semaphore
 ) -> None:
-    """Go on with the talk until an answer has no command."""
+    """Go on with the talk until an answer has no command, or its commands have had their time."""
+    seconds_left = task.agent_seconds
     while True:
         message = await model.chat(talk, tools=[TOOL])
         talk.append(message)
@@ -203,7 +198,10 @@ async def _converse(
             content = "The tool is bash, with the argument command." if command is None else ""
             if command is not None:
                 async with running:
-                    content = command_report(await container.run(command, COMMAND_SECONDS, task.variables))
+                    ran = await container.run(command, min(COMMAND_SECONDS, seconds_left), task.variables)
+                content, seconds_left = command_report(ran), seconds_left - ran.seconds
+                if seconds_left <= 0.0:
+                    return
             role = {"role": "tool", "tool_call_id": calls[number]["id"]} if calls else {"role": "user"}
             talk.append({**role, "content": content})
 

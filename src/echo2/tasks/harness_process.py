@@ -21,8 +21,10 @@ from echo2.core.errors import UserError
 from echo2.core.printable import shown
 from echo2.sandbox.child import Handler
 from echo2.sandbox.code_process import CodeProcess
+from echo2.sandbox.containers import FAULTS
 from echo2.sandbox.plugins import innermost_line, load_named, own_python
-from echo2.tasks.loopback_model import LoopbackModel, Play
+from echo2.sandbox.programs import ContainerFault
+from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError, Play, is_out_of_room
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +59,16 @@ class HarnessProcess:
         """Play one rollout; return its reward. If the caller is cancelled, it goes on until its next call of the model.
 
         Raises:
+            OutOfRoomError: it ended with a call that was refused for lack of room.
             UserError: the rollout failed, took over `seconds`, or its process died.
         """
         request = {"columns": dict(columns), "seed": seed, "model": dict(model), "seconds": seconds}
         playing = self._process.call(request, seconds + GRACE_SECONDS, "playing a rollout")
         call = spawn(playing, unforeseen(log, "playing a rollout"))  # its caller may be gone
-        reward: float = (await asyncio.shield(call))["reward"]
+        answer = await asyncio.shield(call)
+        if "cut" in answer:
+            raise OutOfRoomError(answer["cut"])
+        reward: float = answer["reward"]
         return reward
 
     async def close(self) -> None:
@@ -71,7 +77,8 @@ class HarnessProcess:
 
 
 def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
-    """Make the handler for `sandbox/child.py`. It answers {"columns", "seed", "model", "seconds"} by {"reward"}.
+    """Make the handler for `sandbox/child.py`. It answers {"columns", "seed", "model", "seconds"} by {"reward"},
+    or, if the play ends with the refusal of a call for lack of room, by {"cut": why}.
 
     Raises:
         UserError: the harness cannot be loaded.
@@ -80,17 +87,24 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     play = load_harness(spec)
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
-        seconds = request["seconds"]
+        seconds, faults = request["seconds"], list[ContainerFault]()
+        FAULTS.set(faults)  # of this asyncio task, and those that it starts
+        limit = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with limit:
                 reward: Any = await play(request["columns"], request["seed"], LoopbackModel(**request["model"]))
-            return {"reward": _number(spec, reward)}
-        except UserError:
-            raise
-        except TimeoutError as error:
-            raise UserError(f"{spec} took longer than {seconds:g} s over a rollout.") from error
+            if not faults:
+                return {"reward": _number(spec, reward)}
         except Exception as error:
-            raise UserError(f"{spec} raised: {innermost_line(error)}") from error
+            if limit.expired():
+                raise UserError(f"{spec} took longer than {seconds:g} s over a rollout.") from error
+            if not faults:
+                if is_out_of_room(error):
+                    return {"cut": str(error)}
+                if isinstance(error, UserError):
+                    raise
+                raise UserError(f"{spec} raised: {innermost_line(error)}") from error
+        raise faults[0]
 
     return answer, {}
 

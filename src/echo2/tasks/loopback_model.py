@@ -14,10 +14,24 @@ from echo2.core.errors import UserError
 
 #: Ends the key of calls that are not trained on.
 UNTRAINED = ".untrained"
+#: The endpoint's code for a call that the rollout has no room for, and the start of its message in Anthropic's form,
+#: whose errors have no code. Both are those of the real servers, which agents know.
+CUT, TOO_LONG = "context_length_exceeded", "prompt is too long: "
 
 
 class OutOfRoomError(UserError):
     """The rollout has used up its turns or tokens and was cut off; its reward so far may still count."""
+
+
+def is_out_of_room(error: BaseException) -> bool:
+    """Whether an exception is the endpoint's refusal of a call that the rollout has no room for, as it is or as
+    frameworks pass it on: in words, as the cause of another, in a group. What failed while it was handled is not."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_out_of_room, error.exceptions))
+    words = f"{error} {getattr(error, 'code', '')}"  # within a stream, OpenAI's client tells the code apart
+    if isinstance(error, OutOfRoomError) or CUT in words or TOO_LONG in words:
+        return True
+    return error.__cause__ is not None and is_out_of_room(error.__cause__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +91,7 @@ class LoopbackModel:
             raise UserError(f"The model's endpoint answered {status[:80]!r} without JSON: {error}") from error
         if b" 200 " not in status:
             refusal = answer["error"]
-            kind = OutOfRoomError if refusal["code"] == "context_length_exceeded" else UserError
+            kind = OutOfRoomError if refusal["code"] == CUT else UserError
             raise kind(f"The model's endpoint refused: {refusal['message']}")
         reply: dict[str, Any] = answer
         return reply

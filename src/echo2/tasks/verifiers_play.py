@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo2.core.background import Shared
 from echo2.core.errors import UserError
-from echo2.tasks.loopback_model import UNTRAINED, LoopbackModel
+from echo2.tasks.loopback_model import CUT, UNTRAINED, LoopbackModel, OutOfRoomError
 
 if TYPE_CHECKING:
     from echo2.tasks.loopback_model import Play
@@ -32,8 +32,6 @@ COLUMN = "verifiers"
 NO_PROMPT = "-"
 #: The environment variable with the Authorization of verifiers' client, which the endpoint does not look at.
 NO_KEY = "ECHO2_NO_KEY"
-#: The endpoint's error code for a rollout that has used up its turns or tokens.
-CUT = "context_length_exceeded"
 #: The endpoint's header for a rollout's key.
 KEY_HEADER = "X-Echo2-Rollout-Key"
 #: The key of the rollout that the current asyncio task plays, and the agent that is trained (empty: any).
@@ -178,11 +176,10 @@ def _outcome(episode: Any, agent: str) -> float:
         )
     (trace,) = traces
     if errors := [*episode.errors, *trace.errors]:
-        if CUT in errors[-1].message:
-            return 0.0  # turns or tokens are used up, and the environment cannot continue
         raise _failure(errors[-1])
     return float(trace.reward)
 
 
 def _failure(error: Any) -> UserError:
-    return UserError(f"verifiers: {error.type}: {error.message}"[:2000])
+    kind = OutOfRoomError if CUT in error.message else UserError
+    return kind(f"verifiers: {error.type}: {error.message}"[:2000])
