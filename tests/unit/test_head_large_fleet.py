@@ -10,14 +10,8 @@ from echo2.core.types import RUN_POLICY, GroupRef, Lease
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import LeaseTable
-from echo2.head.fleet.decide.fleet import (
-    GRACE_HEARTBEATS,
-    LOST_AFTER_HEARTBEATS,
-    LOST_AFTER_REPORTS,
-    REPORTS_PER_SECOND,
-    RETURNS_AT_ONCE,
-    RETURNS_PER_SECOND,
-)
+from echo2.head.fleet.decide.fleet import LOST_AFTER_HEARTBEATS, LOST_AFTER_REPORTS, REPORTS_PER_SECOND
+from echo2.head.fleet.decide.returns import DIAL_SECONDS, GRACE_HEARTBEATS, RETURNS_AT_ONCE, RETURNS_PER_SECOND
 from test_head_fleet import FIRST, Hall, count_lines, of
 
 SECONDS = 2.0
@@ -79,7 +73,29 @@ def test_no_worker_is_lost_while_others_of_a_large_fleet_return() -> None:
     assert at(hall, 1.0 + GRACE) == []
     hall.join("w1")
     assert at(hall, 0.5 + 2 * GRACE) == []
-    assert len(at(hall, 1.0 + 2 * GRACE)) == 298  # nobody has come since
+    hall.now = last = 1.0 + 300 / RETURNS_PER_SECOND
+    hall.join("w2")
+    assert at(hall, last + 0.9 * GRACE) == []
+    assert len(at(hall, last + GRACE)) == 297  # the others have had their time
+
+
+def test_they_are_lost_sooner_if_nobody_comes() -> None:
+    hall = Hall(600, heartbeat_seconds=SECONDS)
+    for number in range(600):
+        assert at(hall, 1.0, ev.WorkerDetached(f"w{number}", "the head's link was cut")) == []
+    hall.now = 2.0
+    hall.join("w0")
+    assert at(hall, 1.9 + DIAL_SECONDS + GRACE) == []
+    assert len(at(hall, 2.0 + DIAL_SECONDS + GRACE)) == 599
+
+
+def test_the_last_few_of_many_are_waited_for_as_the_first_ones_were() -> None:
+    hall = Hall(300, heartbeat_seconds=SECONDS)
+    for number in range(300):
+        at(hall, 1.0, ev.WorkerDetached(f"w{number}", "the head's link was cut"))
+    for number in range(250):
+        hall.join(f"w{number}")
+    assert at(hall, 1.0 + 2 * GRACE) == []
 
 
 def test_absent_workers_are_lost_although_another_comes_and_goes() -> None:

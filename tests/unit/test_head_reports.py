@@ -15,10 +15,12 @@ from echo2.core.errors import PeerError
 from echo2.head.fleet.decide.fleet import REPORTS_PER_SECOND, Worker
 from echo2.head.ledger.metrics import KEPT_ROWS, Metrics
 from echo2.head.ledger.rollout_log import read_groups
+from echo2.head.serve.head_process import STATUS_SECONDS_MAX, STATUS_SHARE, status_pause_seconds
 from echo2.head.serve.report import ROWS_AT_ONCE, status, write_status_in_turns
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import LOGGED_TOKENS
 from echo2.transport.message_bytes import encode_logprobs
+from echo2.views.run_view import SILENT_SECONDS
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 
@@ -173,6 +175,12 @@ def test_a_report_is_answered_with_the_time_until_the_next_which_grows_with_the_
             assert reply.heartbeat_seconds == pytest.approx(10 * fleet.heartbeat_seconds, rel=0.01)
 
     asyncio.run(scenario())
+
+
+def test_a_status_that_takes_long_is_written_seldom_but_not_so_that_its_head_seems_silent() -> None:
+    """With 6,500 workers on a busy machine it took half a second, and stood still for fifty."""
+    assert status_pause_seconds(0.001) == pytest.approx(0.001 / STATUS_SHARE)
+    assert max(map(status_pause_seconds, (0.5, 60.0))) == STATUS_SECONDS_MAX < SILENT_SECONDS / 5
 
 
 def test_a_status_with_many_workers_is_written_while_calls_are_answered(tmp_path: Path) -> None:

@@ -53,8 +53,24 @@ def test_each_row_is_read_once_and_some_ahead() -> None:
 
     async def scenario() -> None:
         assert [(await reader.task(TRAIN, cursor)).prompt for cursor in (0, 1, 0)] == ["row 0", "row 1", "row 0"]
-        await until(lambda: len(rows.asked) == 1 + reading.AHEAD + 1)  # once more when the stream was made
-        assert sorted(rows.asked) == sorted([0, *range(reading.AHEAD + 1)])
+        await until(lambda: len(rows.asked) == 1 + reading.AHEAD)  # once more when the stream was made
+        assert sorted(rows.asked) == sorted([0, *range(reading.AHEAD)])
+
+    run(scenario())
+    reader.close()
+
+
+def test_rows_are_read_ahead_in_portions_so_that_few_leases_wake_the_thread() -> None:
+    rows = Rows()
+    rows.gate.set()
+    reader, half = TaskReader(TaskStream(rows, 0, False), None), reading.AHEAD // 2
+
+    async def scenario() -> None:
+        for cursor in (*range(7), *range(8, 3 * half)):
+            await reader.task(TRAIN, cursor)
+        with suppress(UserError):
+            await reader.task(TRAIN, 99)  # read after all that was asked for
+        assert [row for row in rows.asked if row < 99] == [0, *range(4 * half)]
 
     run(scenario())
     reader.close()
@@ -76,7 +92,7 @@ def test_the_rows_of_all_open_leases_are_kept_and_none_is_read_ahead_of_a_delive
     async def scenario() -> None:
         nonlocal num_leases
         await ask(range(num_leases))
-        await until(lambda: len(rows.asked) == 1 + num_leases - 1 + reading.AHEAD)
+        await until(lambda: len(rows.asked) == 1 + 112)  # in portions of 16, the last of them with row 80
         rows.asked.clear()
         await ask(range(num_leases))
         assert rows.asked == [], "each delivery finds what its lease read"

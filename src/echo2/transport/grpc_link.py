@@ -17,7 +17,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,11 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 60.0
 JOIN_PAUSE_SECONDS = Backoff(0.5, 5.0)
 CALL_SECONDS = 20.0
-#: Pauses before reconnecting; the longest one as a share of the heartbeat, which says how large the fleet is.
-RECONNECT_SECONDS, RECONNECT_SHARE = Backoff(0.2, 5.0), 0.1
+#: Pauses before reconnecting. In a large fleet they are drawn from this share of the heartbeat, which says how large it
+#: is, so that no more machines dial in a second than the door admits (`limits.HANDSHAKES_PER_SECOND`).
+RECONNECT_SECONDS, RECONNECT_SHARE = Backoff(0.2, 5.0), 0.16
+#: Up to this share of a pause is left out at random: all may have lost the head at once. In a large fleet any share.
+SPREAD = 0.5
 
 #: gRPC's texts of failures to connect: the system's own word for it, and a host name that has no address.
 _NO_CONNECTION = re.compile(r"remote host: .*?([A-Z][a-z]+(?: [a-z]+)*)")
@@ -255,6 +258,14 @@ async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_second
         await retries.pause()
 
 
+def dial_pauses(heartbeat_seconds: float) -> tuple[Backoff, float]:
+    """Return the pauses of a machine that has lost the head, and which share of each is left out at random."""
+    seconds = RECONNECT_SHARE * heartbeat_seconds
+    if seconds < 1.0:
+        return RECONNECT_SECONDS, SPREAD
+    return Backoff(seconds, max(RECONNECT_SECONDS.most_seconds, seconds)), 1.0
+
+
 async def attended(
     link: Link,
     hello: Callable[[], wire.WorkerHello],
@@ -280,9 +291,8 @@ async def attended(
                 reason = ""
                 retries.succeeded()
                 if order.HasField("settings"):
-                    most = max(RECONNECT_SECONDS.most_seconds, RECONNECT_SHARE * order.settings.heartbeat_seconds)
-                    pauses = replace(RECONNECT_SECONDS, most_seconds=most)
-                    retries = Retries(pauses, patience_seconds, spread=0.5)  # all may have lost the head at once
+                    pauses, spread = dial_pauses(order.settings.heartbeat_seconds)
+                    retries = Retries(pauses, patience_seconds, spread)
                 yield order
             reason = "the head ended the stream"
         except LinkError as error:

@@ -161,8 +161,11 @@ class Planner(PlannerState):
                 self.emit(do.ScoreGroup, reason, group=self.train_group(old.number), rollouts=None)
         checks.recover(self, event.checks)
         strangers.recover(self, event)
+        self.fleet.returns.begin(now)
+        num_workers = len(dict.fromkeys(lease.worker_id for lease in event.leases))
+        back_at = now + self.fleet.returns.seconds_after_restart(num_workers)
         for lease in event.leases:
-            self._restore_lease(lease, now)
+            self._restore_lease(lease, now, back_at)
         granting.mend_units(self)
         for record in list(self.groups):
             results.replace_flat(self, record)  # scored, but the head was killed before it was retired
@@ -170,20 +173,23 @@ class Planner(PlannerState):
             if self.evaluation.is_due(ref.version):
                 self._start_eval(ref, now)
 
-    def _restore_lease(self, old: ev.RecoveredLease, now: float) -> None:
+    def _restore_lease(self, old: ev.RecoveredLease, now: float, back_at: float) -> None:
         """Restore a lease after a restart of the head. Its worker may still be sampling, so lease and worker are kept,
-        the worker as detached, until it returns or is lost.
+        the worker as detached, until it returns or is lost. The deadline is not before `back_at`: until then it may
+        have to wait at the head's door with its result.
         """
         record = self.groups.get(old.number)
         if record is None:
             raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
-        lease = granting.lease_of(self, record, old.granted_at, old.deadline - old.granted_at, old.num_samples)
+        longest = granting.LEASE_STRETCH_MAX * self.options.lease_seconds
+        seconds = max(old.deadline - old.granted_at, min(back_at - old.granted_at, longest))
+        lease = granting.lease_of(self, record, old.granted_at, seconds, old.num_samples)
         self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id))
         if record.state == "pending":
             self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:
             worker = Worker(old.worker_id, 1, 0.0, None, now, UNKNOWN, detached_at=now)
-            self.fleet.join(worker, now)
+            self.fleet.expect(worker, now)
         worker.speed.carry(lease.num_samples)
 
     def _learner_joined(self, version: int) -> None:

@@ -100,6 +100,8 @@ class MachineCost:
     def wasted(self, now: float) -> dict[str, float]:
         """Return the wasted seconds by cause, within what is paid for, as on the bill: leases that a stopped head held
         last on in its absence, and those of one worker side by side."""
+        if not self.wasted_seconds:
+            return {}  # most of a fleet, which is looked through after each step
         paid = {"attended_seconds": self.seconds(now), "standby_seconds": self.standby(now)}
         seconds_by_cause = worker_seconds(asdict(self) | paid)
         return {cause: seconds_by_cause[cause] for cause in self.wasted_seconds}

@@ -27,8 +27,12 @@ from echo2.transport.identity import RunIdentity
 log = logging.getLogger(__name__)
 
 #: Interval at which the head looks after its run, and status.json is written: less often where that would take more
-#: than this share of a processor, as it does with thousands of workers.
-STATUS_SECONDS, STATUS_SHARE = 0.5, 0.01
+#: than this share of a processor, as it does with thousands of workers. It gets no older than the third: by its share
+#: half a second of work, as for 6,500 workers on a busy machine, is done once in 50 s. At 60 a head counts as silent.
+STATUS_SECONDS, STATUS_SHARE, STATUS_SECONDS_MAX = 0.5, 0.01, 10.0
+#: Containers made, less those freed, at which Python looks for garbage in cycles. By its own 700, calls under way and
+#: rows of status.json pass for lasting ones, and soon all that the head holds of its fleet is looked through again.
+GARBAGE_MIN = 20_000
 #: Time for the workers and the learner to receive the message that the run is over.
 CLOSING_SECONDS = 1.0
 
@@ -62,6 +66,7 @@ async def _serve(rundir: RunDir) -> None:
     bound = await server.start()
     gc.collect()
     gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
+    gc.set_threshold(GARBAGE_MIN)
     head.ledger.set_meta("port", bound)
     address = config.head.advertised(bound)
     tickets = OwnTickets(identity, own_files(rundir), address)
@@ -112,7 +117,7 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             tickets.keep()
             head_report.check_budget(head)
             if (now := head.clock.now()) >= status_at:
-                status_at = now + await head_report.write_status_in_turns(head) / STATUS_SHARE
+                status_at = now + status_pause_seconds(await head_report.write_status_in_turns(head))
             for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 logs.cut_log(head.rundir.logs / name)
         except UserError as error:
@@ -121,6 +126,11 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             else:
                 head.ending.fail(error)
         await asyncio.sleep(STATUS_SECONDS)
+
+
+def status_pause_seconds(processor_seconds: float) -> float:
+    """Return how long status.json stays as it is, if so much work went into it."""
+    return min(processor_seconds / STATUS_SHARE, STATUS_SECONDS_MAX)
 
 
 def pause(head: Head, reason: str) -> None:

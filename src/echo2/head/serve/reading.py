@@ -39,8 +39,8 @@ from echo2.weights.format.snapshot_files import end_tokens
 
 #: Timeout for reading a row; a slower row is unfit.
 ROW_SECONDS = 60.0
-#: Number of tasks read ahead, and of tasks kept: a delivery needs the task of its lease again. Twice as many are kept
-#: as leases are open, if that is more.
+#: Number of tasks read ahead, at least half of it, and of tasks kept: a delivery needs the task of its lease again.
+#: Twice as many are kept as leases are open, if that is more.
 AHEAD = 32
 KEPT = 4096
 #: Maximum number of cached prompts, as of tasks (`TaskReader`), and of their tokens (16 MiB). A delivery and a
@@ -99,6 +99,8 @@ class TaskReader:
         first = cursor + AHEAD
         while first > cursor and (kind, first - 1) not in self._jobs:
             first -= 1
+        if first > cursor + AHEAD // 2:
+            return  # enough is read: the thread wakes for many rows, and not for one with each lease
         for ahead in range(first, cursor + AHEAD):
             self._begin(kind, ahead)
 

@@ -10,13 +10,13 @@ that a worker without work, or with little, does not look slow.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, ValuesView
 from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.types import Backoff, SnapshotRef
 from echo2.head.decide.groups import Standing
+from echo2.head.fleet.decide.returns import Returns
 from echo2.head.fleet.decide.widths import Spreads, Width
 
 #: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
@@ -37,11 +37,6 @@ REPORTS_PER_SECOND = 20.0
 #: A worker counts as lost when nothing has come from it for this many intervals between its reports, and so many
 #: heartbeats more (the shortest interval): a busy machine or a slow link may miss some.
 LOST_AFTER_REPORTS, LOST_AFTER_HEARTBEATS = 2, 3
-#: Heartbeats after its connection closed: a worker that only lost its link is back within one or two.
-GRACE_HEARTBEATS = 3
-#: Where more than so many workers lost the head together, nobody counts as lost while others come back: they take turns
-#: at the head's door. So many a second come back at least, or they are not waited for.
-RETURNS_AT_ONCE, RETURNS_PER_SECOND = 100, 20.0
 #: Workers of one kind may get the same groups: the installed snapshot, and a stranger's ticket ("": the owner's).
 Kind = tuple[SnapshotRef | None, str]
 #: Groups that a worker may hold, as a multiple of those that fill its slots. Rollouts of a group end one by one, which
@@ -193,7 +188,7 @@ class Fleet:
     active_groups: int = 0
     most_groups: int | None = None
     spreads: Spreads = field(default_factory=Spreads)
-    _returned_at: float = -math.inf
+    returns: Returns = field(init=False)
     _workers: dict[str, Worker] = field(default_factory=dict)
     _own: dict[str, Worker] = field(default_factory=dict)
     silence: LazyHeap[str, float] = field(default_factory=LazyHeap)
@@ -202,11 +197,12 @@ class Fleet:
     _rankings: tuple[dict[Kind, Ranking], ...] = field(default_factory=lambda: ({}, {}))
     _counted: dict[str, tuple[bool, bool, bool, bool, int]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.returns = Returns(self.heartbeat_seconds)
+
     def join(self, worker: Worker, now: float) -> None:
         """Add a worker, replacing an earlier one with its id."""
         before = self._workers.get(worker.worker_id)
-        if before is not None and before.detached:
-            self._returned_at = now
         self._workers[worker.worker_id] = worker
         if worker.is_own:
             self._own[worker.worker_id] = worker
@@ -214,6 +210,15 @@ class Fleet:
             self._own.pop(worker.worker_id, None)
         self.file(worker)
         self.seen(worker.worker_id, now)
+        if before is not None and before.detached:
+            self.returns.come(self.num_away, now)
+
+    def expect(self, worker: Worker, now: float) -> None:
+        """Add a worker whose leases outlived the last head. It is away until it comes back."""
+        self._workers[worker.worker_id] = worker
+        self.file(worker)
+        self.silence.set(worker.worker_id, now + self.returns.seconds_after_restart(1))
+        self.returns.leave(self.num_away, now)
 
     def recognise(self, worker: Worker) -> None:
         """Record that a worker whose ticket was unknown is a machine of the owner."""
@@ -225,9 +230,16 @@ class Fleet:
         return self._workers.get(worker_id)
 
     @property
+    def num_away(self) -> int:
+        """Workers whose connection closed, and that are not lost."""
+        return len(self._workers) - self.num_attending
+
+    @property
     def report_seconds(self) -> float:
-        """The time between two reports of a worker, which grows with the number of workers that are connected."""
-        return max(self.heartbeat_seconds, self.num_attending / REPORTS_PER_SECOND)
+        """The time between two reports of a worker, which grows with the number of workers. Those that are away count:
+        the first to come back to a head would else report as often as in a small fleet, and count as lost as soon.
+        """
+        return max(self.heartbeat_seconds, len(self._workers) / REPORTS_PER_SECOND)
 
     def seen(self, worker_id: str, now: float) -> None:
         """Record that the worker is alive: it counts as lost only after another period of silence."""
@@ -284,22 +296,20 @@ class Fleet:
         self.file(worker)
 
     def detach(self, worker: Worker, now: float) -> None:
-        """Record a closed connection: the worker counts as lost after the grace period unless it comes back."""
+        """Record that a connection closed: the worker counts as lost after a while unless it comes back."""
         worker.detached_at = now
-        self.silence.set(worker.worker_id, now + GRACE_HEARTBEATS * self.heartbeat_seconds)
         self.file(worker)
+        self.silence.set(worker.worker_id, now + self.returns.grace_seconds)
+        self.returns.leave(self.num_away, now)
 
     def waits_on(self, worker: Worker, now: float) -> bool:
         """Wait longer for a worker whose connection closed, if many are away and come back one after the other. Return
         whether there is such a wait.
         """
-        num_away, grace = len(self._workers) - self.num_attending, GRACE_HEARTBEATS * self.heartbeat_seconds
-        if worker.detached_at is None or num_away <= RETURNS_AT_ONCE:
+        if worker.detached_at is None or (until := self.returns.until(worker.detached_at)) <= now:
             return False
-        until = min(self._returned_at, worker.detached_at + num_away / RETURNS_PER_SECOND) + grace
-        if until > now:
-            self.silence.set(worker.worker_id, until)
-        return until > now
+        self.silence.set(worker.worker_id, until)
+        return True
 
     def came_late(self, worker: Worker, usual_seconds: float, now: float) -> float:
         """Record that a second lease on a group of this worker was quicker. A worker with as many such groups in a row
