@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from echo2.core import retries
+from echo2.core.endpoint import retry_after
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 
@@ -58,3 +59,23 @@ def test_jitter_shortens_pauses_and_lengthens_none() -> None:
     longest = [1.0, 2.0, *[4.0] * 18]
     assert all(most / 2 <= seconds <= most for seconds, most in zip(waited, longest, strict=True))
     assert len({round(seconds, 6) for seconds in waited}) > 10
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [
+        ("7", 7.0),
+        ("1.5", 1.5),  # of OpenAI's servers
+        ("Wed, 21 Oct 2026 07:28:30 GMT", 30.0),
+        ("Wed, 21 Oct 2026 07:27:00 GMT", 0.0),
+        ("soon", 0.0),
+        ("-1", 0.0),
+        ("nan", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_busy_endpoint_may_say_seconds_or_a_moment(told: str, seconds: float) -> None:
+    """A moment by its own clock, whatever that of this machine says."""
+    headers = {"date": "Wed, 21 Oct 2026 07:28:00 GMT", "retry-after": told}
+    assert retry_after(headers) == seconds
+    assert retry_after({"retry-after": told}) == (0.0 if "GMT" in told else seconds)
