@@ -44,7 +44,7 @@ def run(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
     Raises:
         CalledProcessError: it failed.
     """
-    folders = [tree / "src", tree / "benchmarks", *(tree / "benchmarks").iterdir()]
+    folders = [tree / "src", tree / "benchmarks", *(tree / "benchmarks").iterdir(), tree / "tests"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
     environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
