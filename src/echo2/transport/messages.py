@@ -8,7 +8,7 @@ import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -64,7 +64,7 @@ def encode_group(group: RolloutGroup, delivered: wire.RolloutGroup | None = None
     `delivered`: the group as it was delivered, if its rollouts are unchanged since; it becomes the result."""
     scores = [(one.reward or 0.0, one.reward_parts) for one in group.rollouts] if group.is_scored else []
     fields: dict[str, Any] = {
-        **asdict(group.group),
+        **_encode_name(group.group),
         "step": group.step,
         "lineage": group.lineage,
         "cursor": group.cursor,
@@ -95,14 +95,15 @@ def encode_scores(scores: Sequence[Score], teaching: Teaching) -> bytes:
 def encode_unscored(group: RolloutGroup, teaching: Teaching) -> bytes:
     """What a teacher is asked about a group whose rewards are being computed; `parse_group` reads it."""
     rows = [{"tokens": row.tokens.tobytes(), "loss_mask": row.loss_mask} for row in group.rollouts]
+    prompt, named = group.prompt_tokens.tobytes(), _encode_name(group.group)
     message = wire.RolloutGroup(
-        **asdict(group.group),
-        step=group.step,
-        prompt_tokens=group.prompt_tokens.tobytes(),
-        rollouts=rows,
-        **_encode_teaching(teaching),
+        **named, step=group.step, prompt_tokens=prompt, rollouts=rows, **_encode_teaching(teaching)
     )
     return message.SerializeToString()
+
+
+def _encode_name(group: GroupRef) -> dict[str, Any]:
+    return {"policy": group.policy, "kind": group.kind, "number": group.number}
 
 
 def _encode_teaching(teaching: Teaching) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def encode_delivery(lease_id: int, group: RolloutGroup, batch: wire.Deliveries |
     message = (wire.Deliveries() if batch is None else batch).items.add(
         lease_id=lease_id,
         group={
-            **asdict(group.group),
+            **_encode_name(group.group),
             "lineage": group.lineage,
             "rollouts": [_rollout_fields(rollout, {}) for rollout in group.rollouts],
             "generate_seconds": group.generate_seconds,
@@ -263,8 +264,7 @@ def check_vocabulary(group: RolloutGroup, vocab_size: int) -> None:
     """Raises PeerError("malformed") if a token is outside the learner's vocabulary: it would break a training step."""
     of_rollouts = [tokens for one in group.rollouts for tokens in (one.tokens, one.support_tokens)]
     largest = max(np.frombuffer(tokens, np.int32).max() for tokens in (group.prompt_tokens, *of_rollouts) if tokens)
-    if largest >= vocab_size:
-        raise PeerError("malformed", f"token {largest} is outside the vocabulary of {vocab_size}")
+    _require(bool(largest < vocab_size), f"token {largest} is outside the vocabulary of {vocab_size}")
 
 
 def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
@@ -363,7 +363,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
     lease, params = assignment.lease, assignment.params
     message = wire.Lease(
         lease_id=lease.lease_id,
-        **asdict(lease.group),
+        **_encode_name(lease.group),
         step=lease.step,
         cursor=lease.cursor,
         num_samples=lease.num_samples,
