@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import MutableMapping, MutableSequence
 from typing import Any
 
@@ -15,26 +16,43 @@ TEXTS = ("", "stop", "length", "train", "eval", "vllm", "compact", "transformers
 
 
 def anything(message: Message, source: random.Random) -> None:
-    """One field of the message, at any depth, gets another value of its kind."""
-    fields: Any = message.DESCRIPTOR.fields
-    field: FieldDescriptor = source.choice(fields)
-    old: Any = getattr(message, field.name)
-    if isinstance(old, Message):
-        anything(old, source)
-    elif isinstance(old, MutableMapping):
+    """One field of the message, at any depth, gets another value of its kind. Fields are drawn by their paths, so that
+    one deep within is as likely as one at the top.
+    """
+    places = defaultdict[str, list[tuple[Message, FieldDescriptor]]](list)
+    _find_places(message, "", places)
+    holder, field = source.choice(places[source.choice(sorted(places))])
+    old: Any = getattr(holder, field.name)
+    if isinstance(old, MutableMapping):
         old[source.choice(TEXTS)] = source.choice(FLOATS)
+    elif isinstance(old, Message):
+        if holder.HasField(field.name):
+            holder.ClearField(field.name)
+        else:
+            anything(old, source)
     elif not isinstance(old, MutableSequence):
-        setattr(message, field.name, _other(field, old, source))
+        setattr(holder, field.name, _other(field, old, source))
     elif old and source.random() < 0.5:
         del old[source.randrange(len(old))]
     elif field.message_type is None:
         empty = {field.TYPE_BYTES: b"", field.TYPE_STRING: ""}.get(field.type, 0)
         old.append(_other(field, source.choice(old) if old else empty, source))
-    elif old and source.random() < 0.5:
-        anything(source.choice(old), source)
     else:
         added: Any = old
         anything(added.add(), source)
+
+
+def _find_places(message: Any, where: str, places: dict[str, list[tuple[Message, FieldDescriptor]]]) -> None:
+    for field in message.DESCRIPTOR.fields:
+        path = f"{where}{field.name}."
+        places[path].append((message, field))
+        value = getattr(message, field.name)
+        if isinstance(value, Message):
+            within = [value] if message.HasField(field.name) else []
+        else:
+            within = list(value) if field.message_type and not isinstance(value, MutableMapping) else []
+        for one in within:
+            _find_places(one, path, places)
 
 
 def _other(field: FieldDescriptor, old: Any, source: random.Random) -> Any:

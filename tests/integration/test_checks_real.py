@@ -35,8 +35,8 @@ from echo2.worker import joining, worker_process
 
 class Misnaming(worker_process.WorkerProcess):
     async def _send(self, batch):
-        for group in batch.items:
-            group.lineage += 1
+        for delivery in batch.items:
+            delivery.group.lineage += 1
         await super()._send(batch)
 
 joining.WorkerProcess = Misnaming

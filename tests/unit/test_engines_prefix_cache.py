@@ -246,5 +246,5 @@ def test_an_engine_keeps_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch_engine, "free_memory_bytes", lambda device: 1 << 20)
     engine, decoder = made()
     run(engine, [replace(one, in_turns=True) for seed in range(512) for one in requests(seed, 9, 1, max_tokens=3)])
-    assert decoder._kept is not None
-    assert 0 < decoder._kept.num_bytes <= (1 << 20) / 16
+    assert decoder._prefixes is not None
+    assert 0 < decoder._prefixes.num_bytes <= (1 << 20) / 16
