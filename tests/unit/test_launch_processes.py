@@ -160,6 +160,19 @@ echo '{{"version": 0}}' > run/status.json
 """
 
 
+def test_a_head_whose_run_is_over_before_it_was_seen_to_start_is_not_started_again(
+    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = '{"kind": "finished", "reason": "done"}'
+    (tmp_path / "child").write_text(
+        f"#!/bin/sh\ncd {tmp_path} && echo x >> starts\necho '{outcome}' > run/outcome.json\n"
+    )
+    (tmp_path / "child").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "child"))
+    assert Supervisor(rundir, 0, [], has_learner=False).run(lambda: None)["kind"] == "finished"
+    assert (tmp_path / "starts").read_text() == "x\n"
+
+
 def test_a_head_that_meets_a_full_disk_while_it_starts_waits_for_room_and_says_so(
     rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -217,6 +217,8 @@ class Supervisor:
         while read_json(self.rundir.status) is None:
             assert self.head.process is not None
             if self.head.process.status is not None:
+                if self._outcome() is not None:
+                    return  # the run was over at once
                 self._died(self.head)
                 deadline = time.monotonic() + HEAD_START_SECONDS  # of the next one; a full disk may last for days
             if time.monotonic() > deadline:
