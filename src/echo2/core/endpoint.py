@@ -80,14 +80,14 @@ def key_in(variable: str) -> str:
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """Return how many seconds an answer wants that nobody asks: it says so, or names a moment of its own clock. 0: it
-    says nothing that can be read."""
-    told = headers.get("retry-after", "")
+    """Return for how many seconds a server wants no requests: it says so, or names a moment of its own clock (RFC 9110,
+    10.2.3). 0: it says nothing that can be read."""
+    text = headers.get("retry-after", "")
     try:
-        seconds = float(told)
+        seconds = float(text)
     except ValueError:
         try:
-            seconds = (parsedate_to_datetime(told) - parsedate_to_datetime(headers["date"])).total_seconds()
+            seconds = (parsedate_to_datetime(text) - parsedate_to_datetime(headers["date"])).total_seconds()
         except (KeyError, TypeError, ValueError):
             return 0.0
     return seconds if seconds > 0.0 else 0.0  # also of NaN

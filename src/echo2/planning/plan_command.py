@@ -37,8 +37,7 @@ ROWS = ("learner", "judge")
 @dataclass(frozen=True, slots=True)
 class _Decided:
     """A plan with all that it was made from. `needs`: of memory; None if the model's shape is unknown. `open`: what the
-    plan may become once its estimates are measured; None if there are none. `disk_and_network`: what they take; None
-    if the size of a snapshot is unknown.
+    plan may become once its estimates are measured; None if there are none.
     """
 
     plan: Plan
@@ -46,7 +45,6 @@ class _Decided:
     sources: list[Basis]
     needs: Needs | None
     open: Range | None
-    disk_and_network: DiskAndNetwork | None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
     except UserError as error:
         raise _with_way_out(filled if isinstance(error, NoPlanError) else options, past, error) from error
     sources += [chosen] if chosen else []
-    disk_and_network = _disk_and_network(config, plan, inputs, sources, answer_tokens(config, options.answer_tokens))
-    decision = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated), disk_and_network)
+    taken = _disk_and_network(config, plan, inputs, sources, answer_tokens(config, options.answer_tokens))
+    decision = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
     if options.rent:
         print(rent_commands(inputs.offers, plan.machines))
         return 0
@@ -87,20 +85,14 @@ def run(options: argparse.Namespace) -> int:
         memory = needs_as_dict(decision.needs) if decision.needs else None
         rehearsed, left_open = rehearsal and rehearsal.to_dict(), decision.open and asdict(decision.open)
         more = {"inputs": rests, "rehearsal": rehearsed, "memory": memory, "range": left_open}
-        print(
-            json.dumps(
-                {**plan.to_dict(), **more, **(decision.disk_and_network.to_dict() if decision.disk_and_network else {})}
-            )
-        )
+        print(json.dumps({**plan.to_dict(), **more, **(taken.to_dict() if taken else {})}))
         return 0
     console = Console()
     show(decision, config.learner.ranks, by_staleness(inputs), console)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
     console.print(needs_table(decision.needs) if decision.needs else unknown, highlight=False)
     unknown = "Disk and network: unknown without the size of a snapshot. Give --snapshot-bytes."
-    console.print(
-        disk_and_network_table(decision.disk_and_network) if decision.disk_and_network else unknown, highlight=False
-    )
+    console.print(disk_and_network_table(taken) if taken else unknown, highlight=False)
     if rehearsal is not None:
         console.print(
             f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "

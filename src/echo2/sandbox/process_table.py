@@ -52,6 +52,7 @@ class Used:
 
 
 _table: tuple[float, dict[int, _Row]] = (-1.0, {})
+_groups: dict[int, str] = {}  # by process of the table, once they were asked for
 
 
 def usage(pid: int) -> Used:
@@ -72,12 +73,11 @@ def usage(pid: int) -> Used:
 def usage_in(group: str) -> Used:
     """Return what the processes use whose control group's name has a part, such as a container's id; nothing, where
     there is none."""
-    rows, found = _rows(), {}
-    for pid, row in rows.items():
+    rows = _rows()
+    for pid in rows.keys() - _groups.keys():  # of a new table all, and of one that others have used none
         with suppress(OSError):  # it has ended
-            if group in Path("/proc", str(pid), "cgroup").read_text():
-                found[pid] = row
-    return _used(found)
+            _groups[pid] = Path("/proc", str(pid), "cgroup").read_text()
+    return _used({pid: rows[pid] for pid, name in _groups.items() if group in name})
 
 
 def _used(found: dict[int, _Row], inner: tuple[int, ...] = ()) -> Used:
@@ -111,6 +111,7 @@ def _rows() -> dict[int, _Row]:
     global _table
     if time.monotonic() - _table[0] > FRESH_SECONDS:
         _table = (time.monotonic(), _read())
+        _groups.clear()
     return _table[1]
 
 

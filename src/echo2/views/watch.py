@@ -361,11 +361,9 @@ class ChartPoints:
 
     def _first_row(self, rows: Sequence[Row], num_unchanged: int) -> int:
         """Return the index of the first row that is in none of the first `num_unchanged` points."""
-        return (
-            bisect_left(rows, self._place(self._steps[num_unchanged - 1]) + 1, key=self._place_of)
-            if num_unchanged
-            else 0
-        )
+        if not num_unchanged:
+            return 0
+        return bisect_left(rows, self._place(self._steps[num_unchanged - 1]) + 1, key=self._place_of)
 
     def _append(self, point: Sequence[Row]) -> None:
         self._steps.append(point[-1]["step"])

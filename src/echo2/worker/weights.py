@@ -202,9 +202,8 @@ class WorkerWeights:
             return
         manifests = await self._loading.run(self.content.keep, manifest)
         if manifests is not None:
-            self._store.forget(
-                [*manifests, self._incoming or manifest]
-            )  # no await in between: no fetch relies on the rest
+            # No await since they were read: no fetch relies on what is forgotten.
+            self._store.forget([*manifests, self._incoming or manifest])
             await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:

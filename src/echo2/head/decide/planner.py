@@ -162,7 +162,7 @@ class Planner(PlannerState):
         checks.recover(self, event.checks)
         strangers.recover(self, event)
         self.fleet.returns.begin(now)
-        num_workers = len(dict.fromkeys(lease.worker_id for lease in event.leases))
+        num_workers = len({lease.worker_id for lease in event.leases})
         back_at = now + self.fleet.returns.seconds_after_restart(num_workers)
         for lease in event.leases:
             self._restore_lease(lease, now, back_at)

@@ -258,7 +258,7 @@ class WorkerScheduler(StateMachine):
         """Fail waiting leases whose version may never come, because the learner fell back to an older version."""
         if ref.history == before.history and ref.version > before.version:
             return
-        for lease_id in [key for key, held_lease in self.waiting.items() if held_lease.lease.min_version > ref.version]:
+        for lease_id in [key for key, one in self.waiting.items() if one.lease.min_version > ref.version]:
             least = self.waiting[lease_id].lease.min_version
             self._fail_waiting(lease_id, f"the learner fell back to {ref}; version {least} is no longer available")
 
@@ -285,7 +285,7 @@ class WorkerScheduler(StateMachine):
         if self.newest == ref:
             self.newest = self.installed
         newest = -1 if self.newest is None else self.newest.version
-        for lease_id, lease in [(lease_id, held_lease.lease) for lease_id, held_lease in self.waiting.items()]:
+        for lease_id, lease in [(lease_id, one.lease) for lease_id, one in self.waiting.items()]:
             gone = lease.exact_version == ref.version
             if gone or (lease.min_version == ref.version and newest < lease.min_version):
                 self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
@@ -390,10 +390,10 @@ class WorkerScheduler(StateMachine):
 
     def _is_kept_out(self) -> bool:
         """Whether leases under way forbid to swap weights now."""
-        if any(held_lease.lease.exact_version is not None for held_lease in self.generating.values()):
+        if any(one.lease.exact_version is not None for one in self.generating.values()):
             return True
         if self.swap == "apart":
-            return any(held_lease.began_with != self.installed for held_lease in self.generating.values())
+            return any(one.began_with != self.installed for one in self.generating.values())
         return bool(self.generating) and self.swap == "between"
 
     def _is_due(self, ref: SnapshotRef) -> bool:
@@ -434,8 +434,8 @@ class WorkerScheduler(StateMachine):
         if self.deterministic:
             self._start_unit(self.installed)
             return
-        for lease in [held_lease.lease for held_lease in self.waiting.values()]:
-            if sum(held_lease.num_running for held_lease in self.generating.values()) >= self.slots:
+        for lease in [one.lease for one in self.waiting.values()]:
+            if sum(one.num_running for one in self.generating.values()) >= self.slots:
                 return
             is_torn = self.installing is not None and lease.exact_version is not None
             if is_torn or not _fits(lease, self.installed):
@@ -451,15 +451,12 @@ class WorkerScheduler(StateMachine):
         if self.generating or not self.waiting or self.installing is not None:
             return
         grant = next(iter(self.waiting.values())).grant
-        unit = [held_lease for held_lease in self.waiting.values() if held_lease.grant == grant]
-        if not all(_fits(held_lease.lease, installed) for held_lease in unit):
+        unit = [one for one in self.waiting.values() if one.grant == grant]
+        if not all(_fits(one.lease, installed) for one in unit):
             return
         for held_lease in unit:
             self._start(held_lease.lease.lease_id)
-        leases, assignments = (
-            tuple(held_lease.lease for held_lease in unit),
-            tuple(held_lease.assignment for held_lease in unit),
-        )
+        leases, assignments = tuple(one.lease for one in unit), tuple(one.assignment for one in unit)
         reason = f"nothing is sampled, and {installed} is installed"
         self.emit(do.StartUnit, reason, leases=leases, assignments=assignments)
 
