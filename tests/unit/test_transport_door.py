@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import itertools
 import logging
 import socket
 import ssl
@@ -32,7 +31,6 @@ from echo2.core.errors import PeerError, UserError
 from echo2.transport import door as doors
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.budgets import Turns
 from echo2.transport.grpc_link import GrpcLink
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import SERVER_NAME, RunIdentity
@@ -178,52 +176,6 @@ def test_handshakes_of_one_address_are_slowed_down(
                 assert sum(map(is_closed, eager)) == 15
 
     run(scenario())
-
-
-def test_half_handshakes_of_one_address_leave_turns_to_others(
-    identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "HANDSHAKES_AT_ONCE", 16)
-    monkeypatch.setattr(limits, "HANDSHAKE_TURN_SECONDS", 10 * SECONDS)
-    monkeypatch.setattr(grpc_options, "HANDSHAKE_SECONDS", 10 * SECONDS)  # nobody is dropped for being slow
-
-    async def scenario() -> None:
-        credentials = enrolled(identity, tmp_path / "peer")[1]
-        async with serving(identity, Desk()) as port:
-            loop = asyncio.get_running_loop()
-            with dialled(port, 20, ELSEWHERE) as eager:
-                for one in eager:
-                    with contextlib.suppress(ConnectionError):  # turned away already
-                        await loop.sock_sendall(one, b"\x16\x03\x01\x02\x00\x01")
-                await until_closed(eager, 16)
-                for _ in range(20):  # more than there are turns: each is over with a call
-                    async with linked(port, credentials) as link:
-                        await report(link)
-                assert sum(map(is_closed, eager)) == 16
-
-    run(scenario())
-
-
-def test_no_few_addresses_take_all_turns_and_a_slow_handshake_keeps_none() -> None:
-    turns, callers = Turns(), itertools.count()
-
-    def begin_most(network: str, now: float) -> int:
-        num_begun = 0
-        while not turns.are_taken(network, now):
-            turns.begin(next(callers), network, now)
-            num_begun += 1
-        return num_begun
-
-    most = limits.HANDSHAKES_AT_ONCE
-    assert [begin_most(f"n{number}", 1.0) for number in range(14)] == [most // 4, *[most // 16] * 12, 0]
-    turns.end(0)
-    assert begin_most("n0", 1.0) == 0
-    assert begin_most("honest", 1.0) == 1
-    assert begin_most("honest", 0.9 + limits.HANDSHAKE_TURN_SECONDS) == 0
-    assert begin_most("honest", 1.0 + limits.HANDSHAKE_TURN_SECONDS) == most // 4
-    for caller in range(next(callers)):
-        turns.end(caller)
-    assert (turns._begun, turns._by_network) == ({}, {})
 
 
 @pytest.mark.parametrize("first_bytes", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["idle", "half a handshake"])
@@ -390,7 +342,7 @@ def test_door_forgets_closed_connections(identity: RunIdentity, tmp_path: Path) 
         while door._open:  # noqa: ASYNC110 (see `until_closed`)
             await asyncio.sleep(0.01)
         counts = (door._inside, door._unproven, door._by_address, door._unproven_by_address, door._by_party)
-        assert [len(kept) for kept in (*counts, door._turns._begun)] == [0] * 6
+        assert [len(kept) for kept in counts] == [0] * 5
         assert door._named == set()
         await server.stop()
 

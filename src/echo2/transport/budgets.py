@@ -85,34 +85,6 @@ class Buckets:
             del self._levels[name]
 
 
-class Turns:
-    """The handshakes under way (`limits.HANDSHAKES_AT_ONCE`): who has begun one, from which network, and when."""
-
-    def __init__(self) -> None:
-        self._begun: dict[object, tuple[str, float]] = {}  # the oldest first
-        self._by_network: Counter[str] = Counter()
-
-    def begin(self, caller: object, network: str, now: float) -> None:
-        """A caller begins."""
-        self._begun[caller] = network, now
-        self._by_network[network] += 1
-
-    def end(self, caller: object) -> None:
-        """A caller is through, or gone."""
-        network, _ = self._begun.pop(caller, ("", 0.0))
-        if network:
-            self._by_network[network] -= 1
-            if not self._by_network[network]:
-                del self._by_network[network]
-
-    def are_taken(self, network: str, now: float) -> bool:
-        """Whether a caller from this network may not begin now."""
-        while self._begun and now - next(iter(self._begun.values()))[1] >= limits.HANDSHAKE_TURN_SECONDS:
-            self.end(next(iter(self._begun)))
-        num, most = len(self._begun), limits.HANDSHAKES_AT_ONCE
-        return num >= most or (4 * num >= most and 16 * self._by_network[network] >= most)
-
-
 class Budgets:
     """The budgets of all peers of one server."""
 

@@ -23,7 +23,7 @@ from echo2.core.addresses import LOOPBACK, network
 from echo2.core.background import spawn
 from echo2.core.errors import UserError
 from echo2.transport import grpc_options, limits
-from echo2.transport.budgets import Buckets, Party, Turns
+from echo2.transport.budgets import Buckets, Party
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Door:
         self._unproven_by_address: Counter[str] = Counter()
         self._named: set[Connection] = set()
         self._by_party: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
-        self._handshakes, self._turns = Buckets(), Turns()
+        self._handshakes = Buckets()
         self._refused: Counter[tuple[str, str]] = Counter()
         self._telling: asyncio.TimerHandle | None = None
         self.buffer = memoryview(bytearray(READ_BYTES))  # shared by all connections: bytes are passed on at once
@@ -235,15 +235,11 @@ class Door:
         self._unproven_by_address[connection.network] += 1
 
     def may_begin(self, connection: Connection) -> bool:
-        """Whether the handshakes of this address and in all, by rate and at once, allow one more; it is counted."""
-        if is_free := self._may_begin(connection.network, amount=1.0):
-            self._turns.begin(connection, connection.network, asyncio.get_running_loop().time())
-        return is_free
+        """Whether the handshake rates, of this address and in all, allow one more; it is counted."""
+        return self._may_begin(connection.network, amount=1.0)
 
     def _may_begin(self, network: str, amount: float) -> bool:
         now = asyncio.get_running_loop().time()
-        if self._turns.are_taken(network, now):
-            return False
         rate, burst = limits.HANDSHAKES_PER_SECOND_PER_ADDRESS, limits.HANDSHAKES_BURST_PER_ADDRESS
         if self._handshakes.take(network, rate, burst, now, amount) < 1.0 - amount:
             return False
@@ -266,7 +262,6 @@ class Door:
 
     def proven(self, connection: Connection) -> None:
         """Record that this connection has completed its handshake."""
-        self._turns.end(connection)
         if connection in self._unproven:
             self._unproven.discard(connection)
             _count_down(self._unproven_by_address, connection.network)

@@ -39,10 +39,6 @@ HANDSHAKES_PER_SECOND_PER_ADDRESS = 16.0
 HANDSHAKES_BURST_PER_ADDRESS = 256.0
 HANDSHAKES_PER_SECOND = 128.0
 HANDSHAKES_BURST = 1024.0
-#: Handshakes under way, each counted until its caller has made a call, or for so long. A head makes all of them at the
-#: same time, so that with a thousand none may be over before its caller gives up. Once a quarter of them are taken, one
-#: address has at most a sixteenth: it takes thirteen addresses to keep others out.
-HANDSHAKES_AT_ONCE, HANDSHAKE_TURN_SECONDS = 128, 4.0
 #: Calls of one peer to the head: heartbeats, results, download reports. Measuring its link takes a thousand calls.
 CALLS_PER_SECOND_MAX = 100.0
 CALLS_BURST = 4000.0

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 #: after the head began, for a worker that held leases of an earlier one.
 GRACE_HEARTBEATS, RESTART_HEARTBEATS = 3, 5
 #: More than so many workers that are away together are a mass absence. So many a second come back at least, or they are
-#: not waited for. The door admits twenty-five times as many, but to a head with a fifteenth of a core came three.
-RETURNS_AT_ONCE, RETURNS_PER_SECOND = 100, 5.0
+#: not waited for: a sixth of those that the door admits, for a head that others leave little of its processor.
+RETURNS_AT_ONCE, RETURNS_PER_SECOND = 100, 20.0
 #: How long none of them may come before the others count as lost: a worker dials again after at most so many seconds,
 #: pause and attempt together, and in a large fleet after such a share of the time that all of them have.
-DIAL_SECONDS, DIAL_SHARE = 15.0, 0.0625
+DIAL_SECONDS, DIAL_SHARE = 15.0, 0.25
 
 
 @dataclass(slots=True)
