@@ -62,6 +62,12 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert [package for package in packages if not (package / "__init__.py").exists()] == []
 
 
+def test_no_file_came_by_mistake() -> None:
+    """A shell's `> name` leaves such a file, and `git add -A` takes it along."""
+    beside = [path for path in house.REPOSITORY.iterdir() if path.is_file() and not path.name.startswith(".")]
+    assert [path.name for path in beside if not path.stat().st_size] == []
+
+
 def test_the_service_uses_every_seam() -> None:
     """A seam that nothing uses is deleted, so that the list says how much of the core the service needs."""
     sources = [source for source in house.package_sources() if source.room == floors.SERVICE]
