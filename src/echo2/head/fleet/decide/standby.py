@@ -334,10 +334,12 @@ def _limit(state: PlannerState) -> str:
 def predicted_idle_ratio(state: PlannerState, now: float, publish_every: int | None = None) -> float | None:
     """Return the predicted share of time that the learner waits with these workers, in the steady state. None while it
     is unknown, or if the learner waits for rewards, which workers do not compute. `publish_every`: if not as now.
+    Workers that were too slow are left out: no step waits for them, since others sample their groups again.
     """
     demand = live_demand(state, publish_every) if state.measurements.bottleneck() != "rewards" else None
     rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}
     workers = [worker for worker in state.fleet.active() if worker.worker_id in rates]
+    workers = [worker for worker in workers if not state.fleet.is_on_trial(worker)] or workers
     if demand is None or not workers:
         return None
     paces = [WorkerKind(rates[worker.worker_id], 1, state.fleet.at_once(worker), _spread(worker)) for worker in workers]
