@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Without a step for so long, a run counts as stuck.
+#: Without a step, or one worker more, for so long, a run counts as stuck.
 STUCK_SECONDS = 120.0
 POLL_SECONDS = 0.2
 
@@ -100,16 +100,20 @@ def in_place_of(module: ModuleType, original: Callable[P, R]) -> Callable[[Calla
 
 
 def _workers_there(status: Path) -> int:
-    return len(json.loads(status.read_text(encoding="utf-8"))["workers"])
+    return len(json.loads(status.read_text(encoding="utf-8"))["workers"]) if status.is_file() else 0
+
+
+def _progress(run: Path) -> tuple[int, int]:
+    """Return the size of the metrics, and how many workers there are: on a busy machine many take minutes to start."""
+    metrics = run / "metrics.jsonl"
+    return metrics.stat().st_size if metrics.is_file() else 0, _workers_there(run / "status.json")
 
 
 def _wait(directory: Path, processes: Mapping[str, subprocess.Popen[bytes]], holds: Callable[[], bool]) -> None:
-    metrics = directory / "run" / "metrics.jsonl"
-    seen, deadline = -1, 0.0
+    seen, deadline = (-1, 0), 0.0
     while not holds():
-        size = metrics.stat().st_size if metrics.is_file() else 0
-        if size != seen:
-            seen, deadline = size, time.monotonic() + STUCK_SECONDS
+        if (now := _progress(directory / "run")) != seen:
+            seen, deadline = now, time.monotonic() + STUCK_SECONDS
         dead = [name for name, process in processes.items() if process.poll()]
         if dead or time.monotonic() > deadline:
             name = dead[0] if dead else "head"

@@ -218,7 +218,11 @@ def with_processes(options: argparse.Namespace, seeds: range) -> list[dict[str, 
     with tempfile.TemporaryDirectory(prefix="echo2-wrong-") as folder, ThreadPoolExecutor(options.processes) as pool:
 
         def one(number: int, family: str, kind: str, fleet: Fleet) -> None:
-            found = measure_processes(fleet, options.model, Path(folder) / str(number))
+            try:
+                found = measure_processes(fleet, options.model, Path(folder) / str(number))
+            except RuntimeError as error:  # the others are worth their hour
+                print(f"{family:34} {kind:8} seed {fleet.seed}  failed: {error}", flush=True)
+                return
             hourly = LEARNER_USD_PER_HOUR + MACHINE_USD_PER_HOUR * fleet.workers
             usd = found.run_seconds / 3600.0 * hourly / fleet.steps
             row = {"family": family, "kind": kind, "seed": fleet.seed, "idle": found.idle_ratio, "usd_per_step": usd}
@@ -233,14 +237,18 @@ def with_processes(options: argparse.Namespace, seeds: range) -> list[dict[str, 
 
 
 def above_better(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return, by family, the means over the seeds and what the wrong start costs above the better beginning."""
+    """Return, by family, the means over the seeds of which both runs ended, and what the wrong start costs above the
+    better beginning."""
     found: dict[str, dict[str, float]] = {}
     for family in dict.fromkeys(row["family"] for row in rows):
+        of_family = [row for row in rows if row["family"] == family]
+        seeds = {kind: {row["seed"]: row for row in of_family if row["kind"] == kind} for kind in ("started", "better")}
+        both = seeds["started"].keys() & seeds["better"].keys()
+        if not both:
+            continue
         means = {
-            f"{kind}_{key}": statistics.fmean(
-                row[key] for row in rows if row["family"] == family and row["kind"] == kind
-            )
-            for kind in ("started", "better")
+            f"{kind}_{key}": statistics.fmean(of_kind[seed][key] for seed in both)
+            for kind, of_kind in seeds.items()
             for key in ("idle", "usd_per_step")
         }
         means["above_better"] = means["started_usd_per_step"] / means["better_usd_per_step"] - 1
