@@ -413,23 +413,6 @@ def test_the_fleet_need_counts_surplus_and_missing_workers_and_the_forecast_agre
     assert waits == pytest.approx(1 - alone.rate * 30.0 / 32, abs=0.05)  # it sets the pace
 
 
-def test_the_forecast_leaves_out_a_worker_that_was_too_slow() -> None:
-    hall = Hall(5, groups_per_step=16, max_staleness=4)
-    for _ in range(3):
-        hall.train_a_step()
-    planner, slow = hall.planner, hall.planner.fleet.get("w4")
-    assert slow is not None
-    slow.speed.rate /= 20
-    with_it = predicted_idle_ratio(planner, hall.now)
-    for _ in range(planner.fleet.at_once(slow)):
-        planner.fleet.came_late(slow, 30.0, hall.now)
-    without_it = predicted_idle_ratio(planner, hall.now)
-    hall.tell(ev.WorkerLeft("w4", "gone"))
-    assert with_it is not None
-    assert without_it == predicted_idle_ratio(planner, hall.now)
-    assert without_it < with_it - 0.1
-
-
 def test_on_policy_no_rate_is_sufficient_and_no_worker_is_surplus() -> None:
     hall = Hall(4, groups_per_step=8, max_staleness=0)
     hall.train_a_step()

@@ -21,6 +21,7 @@ from echo2.head.fleet.decide.measurements import CAUSES, LearnerWait, learner_wa
 from echo2.head.fleet.decide.standby import fleet_need, predicted_idle_ratio
 from invariants import check
 from planner_cases import OPTIONS, running
+from test_head_fleet import Hall
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
 
@@ -133,6 +134,23 @@ def test_slow_rewards_cause_no_demand_for_workers() -> None:
     assert slow_worker.rented[0] == "spot"
     assert "reward" not in fleet_need(slow_worker.planner, slow_worker.planner.now).text
     assert predicted_idle_ratio(slow_worker.planner, slow_worker.planner.now) is not None
+
+
+def test_the_forecast_leaves_out_a_worker_that_was_too_slow() -> None:
+    hall = Hall(5, groups_per_step=16, max_staleness=4)
+    for _ in range(3):
+        hall.train_a_step()
+    planner, slow = hall.planner, hall.planner.fleet.get("w4")
+    assert slow is not None
+    slow.speed.rate /= 20
+    with_it = predicted_idle_ratio(planner, hall.now)
+    for _ in range(planner.fleet.at_once(slow)):
+        planner.fleet.came_late(slow, 30.0, hall.now)
+    without_it = predicted_idle_ratio(planner, hall.now)
+    hall.tell(ev.WorkerLeft("w4", "gone"))
+    assert with_it is not None
+    assert without_it == predicted_idle_ratio(planner, hall.now)
+    assert without_it < with_it - 0.1
 
 
 def test_a_learner_that_hardly_waits_has_no_bottleneck() -> None:
