@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Without a step, or one worker more, for so long, a run counts as stuck.
-STUCK_SECONDS = 120.0
+STUCK_SECONDS = 300.0
 POLL_SECONDS = 0.2
 
 
