@@ -32,9 +32,11 @@ AT_ONCE_MAX = 4096
 
 # ---- what is stored --------------------------------------------------------------------------------------------------
 
-#: Rows of one tenant: sessions and models that are not deleted yet, samplers, checkpoints.
+#: Rows of one tenant: sessions and models that are not deleted yet; each of these with those whose rows are kept, for
+#: a day or for a checkpoint; samplers, checkpoints.
 SESSIONS_MAX = 4096
 MODELS_MAX = 4096
+ENDED_MAX = 1 << 17
 SAMPLERS_MAX = 1 << 17
 CHECKPOINTS_MAX = 1 << 17
 #: Bytes of a client's own data about a session, model or checkpoint (`user_metadata`), as JSON.

@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from echo2_service import limits
 from echo2_service.front import app
 from echo2_service.front.cleaning import SILENCE_SECONDS
-from echo2_service.front.database import models, requests, sessions
+from echo2_service.front.database import TIDIED, models, requests, sessions
 from echo2_service.settings import Quotas
 from front_service import Service
 
@@ -137,6 +137,22 @@ def test_a_save_larger_than_the_remaining_quota_is_deleted(tmp_path: Path) -> No
         assert service.get("checkpoints")["checkpoints"] == []
         service.backend.more_bytes = 0
         assert "path" in service.result(service.post("save_weights", {"model_id": model, "seq_id": 2, "path": "a"}))
+
+
+def test_a_finished_session_makes_room_for_another(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is kept for a day. A program that opens a session for each of its jobs had no other one after 4,096."""
+    for name, most in {"SESSIONS_MAX": 1, "MODELS_MAX": 1, "ENDED_MAX": 3}.items():
+        monkeypatch.setattr(limits, name, most)
+    for number in range(3):
+        session = service.session()
+        model = service.model(session)
+        error = service.post("create_session", {"type": "create_session"}, status=400)
+        assert ("you have 1 sessions" if number < 2 else "you have 3 sessions, those that ended") in error["detail"]
+        service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
+        service.until(lambda: service.database.count(sessions, seen=TIDIED) == number + 1)  # noqa: B023  # called here
+        assert service.backend.deleted[-1] == model
+    error = service.post("create_session", {"type": "create_session"}, status=400)
+    assert "those that ended within a day included" in error["detail"]
 
 
 def test_models_leave_the_disk_when_their_session_is_finished_or_long_silent(service: Service) -> None:

@@ -13,8 +13,7 @@ import pytest
 import sqlalchemy as sql
 
 from echo2_service.front import account
-from echo2_service.front.cleaning import TIDIED
-from echo2_service.front.database import Database, checkpoints, sessions
+from echo2_service.front.database import TIDIED, Database, checkpoints, sessions
 from echo2_service.front.request_guard import SCOPES
 from echo2_service.settings import Quotas
 from front_service import Service

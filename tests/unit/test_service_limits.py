@@ -472,8 +472,11 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "DATA_BYTES_MAX": (data_in_memory, {"DATA_BYTES_MAX": 2000}),
     "OPERATIONS_MAX": (operations, {"OPERATIONS_MAX": 1}),
 }
-#: Limits of other processes than the front's. Attacks: test_service_learner.py, _placing.py, _sampler.py, _fleet.py.
-OF_OTHERS = "ADAPTER_MEMORY_BYTES JOURNAL_BYTES_MAX placing.OTHERS_SHARE FLEET_ADAPTERS_MAX FLEET_ADAPTER_BYTES_MAX"
+#: Limits with attacks elsewhere: test_service_disk.py, and of other processes than the front's test_service_learner.py,
+#: _placing.py, _sampler.py, _fleet.py.
+OF_OTHERS = (
+    "ENDED_MAX ADAPTER_MEMORY_BYTES JOURNAL_BYTES_MAX placing.OTHERS_SHARE FLEET_ADAPTERS_MAX FLEET_ADAPTER_BYTES_MAX"
+)
 
 
 @pytest.mark.parametrize("limit", ATTACKS)

@@ -38,8 +38,8 @@ from echo2_service.front.bodies import (
     TtlBody,
     parse,
 )
-from echo2_service.front.cleaning import ARRIVING, DELETED_AT_ONCE, DONE, Cleaning
-from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
+from echo2_service.front.cleaning import ARRIVING, DELETED_AT_ONCE, Cleaning
+from echo2_service.front.database import DONE, Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.own_adapters import take_adapter
 from echo2_service.front.request_guard import Caller, answer, refused

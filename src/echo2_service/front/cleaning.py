@@ -18,7 +18,18 @@ import sqlalchemy as sql
 
 from echo2.core.background import spawn
 from echo2_service.backend import DeleteCall
-from echo2_service.front.database import OPEN, UNREACHED, Database, Row, checkpoints, models, requests, sessions
+from echo2_service.front.database import (
+    DONE,
+    OPEN,
+    TIDIED,
+    UNREACHED,
+    Database,
+    Row,
+    checkpoints,
+    models,
+    requests,
+    sessions,
+)
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.usage import TENANT_PREFIX, sampler_directories
 from echo2_service.front.work import Work
@@ -30,8 +41,6 @@ log = logging.getLogger(__name__)
 SILENCE_SECONDS = 1800.0
 KEPT_SECONDS = 86400.0
 ANSWER_SECONDS_MIN = 600.0
-#: `seen` of a session: its client is done with it; its models' directories are gone.
-DONE, TIDIED = 0.0, -1.0
 #: Subdirectory for tenants' own adapters during their import.
 ARRIVING = "arriving"
 #: Rows that are looked at at a time.

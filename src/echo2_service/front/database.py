@@ -49,6 +49,9 @@ keys = Table(
     Column("expires", Float),
     Column("revoked", Float),
 )
+#: `seen` of a session: its client is done with it; its models' directories are gone.
+DONE, TIDIED = 0.0, -1.0
+
 sessions = Table(
     "sessions",
     metadata,
@@ -259,6 +262,14 @@ class Database:
         query = sql.select(sql.func.count()).select_from(table).where(*_conditions(table, _kinds(where)))
         with self.transaction() as connection:
             return int(connection.execute(query, _bound(where)).scalar_one())
+
+    def count_untidied(self, table: Table, tenant: str) -> int:
+        """Return the number of a tenant's sessions, or models of sessions, whose models are not deleted yet."""
+        session = table.c.id if table is sessions else table.c.session
+        untidied = sql.select(sessions.c.id).where(sessions.c.tenant == tenant, sessions.c.seen != TIDIED)
+        query = sql.select(sql.func.count()).select_from(table).where(session.in_(untidied))
+        with self.transaction() as connection:
+            return int(connection.execute(query).scalar_one())
 
     def older(
         self, table: Table, column: str, than: float, limit: int = 1000, *, columns: Sequence[str], **where: Any

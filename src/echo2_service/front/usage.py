@@ -143,7 +143,13 @@ class Storage:
     def check_rows(self, table: sql.Table, tenant: str) -> None:
         """Raise PeerError("too_many") if the tenant may have no other row."""
         most: int = getattr(limits, ROWS_MAX[table.name])
-        if self._database.count(table, tenant=tenant) >= most:
+        num_rows = self._database.count(table, tenant=tenant)
+        if table in (sessions, models):
+            if num_rows >= limits.ENDED_MAX:
+                kept = f"{limits.ENDED_MAX} {table.name}, those that ended within a day included"
+                raise PeerError("too_many", f"you have {kept}, and no more are taken. Begin fewer, or go on tomorrow.")
+            num_rows = self._database.count_untidied(table, tenant) if num_rows >= most else num_rows
+        if num_rows >= most:
             raise PeerError("too_many", f"you have {most} {table.name}, and no more are taken. {REMEDY}")
 
     def check(self, tenant: str, share: float = SAVES_SHARE, num_bytes: int = 0) -> None:
