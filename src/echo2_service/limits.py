@@ -62,6 +62,11 @@ PAGE_MAX = 1000
 
 # ---- what a request asks for -----------------------------------------------------------------------------------------
 
+#: Objects and lists in a body, in JSON or protobuf: two bytes may be one, and reading each takes a microsecond, for
+#: which all tenants wait, and 256 bytes of memory.
+PARTS_MAX = 1 << 18
+#: Sizes in a tensor's shape: numpy's own limit.
+DIMENSIONS_MAX = 64
 #: Numbers in one tensor; numbers in all tensors of a request once dense; data in one request.
 TENSOR_NUMBERS_MAX = 1 << 22
 NUMBERS_MAX = 1 << 24

@@ -296,6 +296,23 @@ def test_a_world_writable_directory_of_another_user_is_refused_as_a_store(
     open_objects(str(shared))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "a.py", "/etc/passwd", "/config.json", "../config.json", "identity/../ticket"),
+        *("checkpoints/config.json", "x/identity/ca.key", "identity/tickets/a/b", "identity/revoked/\0"),
+    ],
+)
+def test_a_ledger_names_only_files_that_a_run_has(tmp_path: Path, name: str) -> None:
+    rundir = RunDir(tmp_path / "run")
+    (rundir.path / "checkpoints").mkdir(parents=True)
+    (rundir.path / "x" / "identity").mkdir(parents=True)
+    with closing(Ledger(rundir.ledger)) as ledger:
+        ledger.keep("file", name, "text")
+        with pytest.raises(UserError, match="a file that no run has"):
+            contents.restore_files(rundir, ledger)
+
+
 def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no run in"):
         fetch_run(str(tmp_path / "store"), tmp_path / "out")

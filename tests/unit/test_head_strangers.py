@@ -334,6 +334,18 @@ def test_results_of_leases_that_an_earlier_head_granted_cost_nothing() -> None:
     assert not of(do.ExpelWorker, commands)
 
 
+@pytest.mark.parametrize("next_lease_id", [1, 1000])
+def test_a_stranger_cannot_call_its_junk_results_of_an_earlier_head(next_lease_id: int) -> None:
+    """4,096 of them fit into a call, each of which is a line of the event log."""
+    desk = Desk(WIDE, ev.HeadStarted(next_lease_id=next_lease_id))
+    joins(desk, "own")
+    joins(desk, "s", "t")
+    commands: list[do.Command] = []
+    for _ in range(int(PATIENCE) + 1):
+        commands += desk.tell(ev.GroupDelivered("s", 0, GroupRef(RUN_POLICY, "eval", 7), 1, 0, 0, 4))
+    assert [one.worker_id for one in of(do.ExpelWorker, commands)] == ["s"]
+
+
 # ---- what the head finds out -----------------------------------------------------------------------------------------
 
 

@@ -472,11 +472,10 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "DATA_BYTES_MAX": (data_in_memory, {"DATA_BYTES_MAX": 2000}),
     "OPERATIONS_MAX": (operations, {"OPERATIONS_MAX": 1}),
 }
-#: Limits with attacks elsewhere: test_service_disk.py, and of other processes than the front's test_service_learner.py,
-#: _placing.py, _sampler.py, _fleet.py.
-OF_OTHERS = (
-    "ENDED_MAX ADAPTER_MEMORY_BYTES JOURNAL_BYTES_MAX placing.OTHERS_SHARE FLEET_ADAPTERS_MAX FLEET_ADAPTER_BYTES_MAX"
-)
+#: Limits of other processes than the front's. Attacks: test_service_learner.py, _placing.py, _sampler.py, _fleet.py.
+OF_OTHERS = "ADAPTER_MEMORY_BYTES JOURNAL_BYTES_MAX placing.OTHERS_SHARE FLEET_ADAPTERS_MAX FLEET_ADAPTER_BYTES_MAX"
+#: Limits of what is within a body, and of what is kept. Attacks: test_service_tensors.py, test_service_disk.py.
+ELSEWHERE = "PARTS_MAX DIMENSIONS_MAX ENDED_MAX"
 
 
 @pytest.mark.parametrize("limit", ATTACKS)
@@ -495,5 +494,5 @@ def test_a_limit_stops_the_caller_that_exceeds_it_and_no_other(
 
 
 def test_every_limit_is_exceeded() -> None:
-    exceeded = " ".join([*ATTACKS, OF_OTHERS]).split()
+    exceeded = " ".join([*ATTACKS, OF_OTHERS, ELSEWHERE]).split()
     assert {name for name in vars(limits) if name.isupper()} == {name for name in exceeded if "." not in name}

@@ -103,3 +103,11 @@ def test_an_unreadable_request_has_no_number(body: bytes, is_protobuf: bool, fou
     packed = zstandard.compress(body)
     assert numbered(packed, is_protobuf, True) == found
     assert numbered(packed[:-1], is_protobuf, True) in (found, None)
+
+
+def test_a_long_request_is_not_parsed_for_its_number() -> None:
+    """Its number stands at one of its ends."""
+    named, data = b'"model_id": "m", "seq_id": 12', b'"x": [' + b"0," * 200_000 + b"0]"
+    for body in (b"{%b, %b}" % (named, data), b"{%b, %b}" % (data, named), b"{%b, %b" % (named, data)):
+        assert numbered(body, False, False) == Numbered("m", 12)
+    assert numbered(b"{%b, %b, %b}" % (data, named, data), False, False) is None

@@ -138,6 +138,34 @@ def test_hostile_bytes_are_refused(tmp_path: Path, base: BaseInfo) -> None:
         take_adapter(file.getvalue(), base, "ada", tmp_path / "taken")
 
 
+def test_small_bytes_that_would_become_large_are_refused_unread(tmp_path: Path, base: BaseInfo) -> None:
+    """Each of them, as large as an upload may be, would take gigabytes, or the processor for minutes."""
+    peft_adapter(tmp_path / "mine")
+    config, weights = (tmp_path / "mine" / name for name in ("adapter_config.json", "adapter_model.safetensors"))
+    whole = {file: file.read_bytes() for file in (config, weights)}
+    parts = b"[%b]" % b",".join([b"{}"] * (1 << 18))
+
+    def refused(match: str, file: Path, data: bytes) -> None:
+        file.write_bytes(data)
+        with pytest.raises((PeerError, UserError), match=match):
+            take_adapter(packed(tmp_path / "mine"), base, "ada", tmp_path / "taken")
+        file.write_bytes(whole[file])
+
+    refused("262144 are taken", config, parts)
+    refused("262144 are taken", weights, len(parts).to_bytes(8, "little") + parts)
+    refused("bytes of JSON", config, b'"%b"' % bytes(5 << 20))
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 62] * 65, "data_offsets": [0, 4]}}).encode()
+    refused("has 65 sizes", weights, len(header).to_bytes(8, "little") + header + bytes(4))
+    for properties in ({"comment": "a" * 20_000}, {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            entry = tarfile.TarInfo(config.name)
+            entry.pax_headers = properties
+            archive.addfile(entry)
+        with pytest.raises(PeerError, match="an entry has holes"):
+            take_adapter(file.getvalue(), base, "ada", tmp_path / "taken")
+
+
 def archive(service: Service, path: str) -> bytes:
     """The tar file of a checkpoint."""
     model, kind, name = path.removeprefix("tinker://").split("/")

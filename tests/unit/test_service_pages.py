@@ -256,6 +256,14 @@ def test_the_servers_own_log_has_no_key(tmp_path: Path, caplog: pytest.LogCaptur
         assert client.key not in caplog.text
 
 
+@pytest.mark.parametrize("host", ["a:99999", "a:b", "[::1", "a/b?c#d", "é"])
+def test_a_hostile_host_header_is_no_failure(service: Service, host: str) -> None:
+    for path in ("/", "/sign-in", "/api/v1/account"):
+        answer = service.client.get(path, headers={"host": host.encode(), "cookie": "echo2_key_80=ab"})
+        assert answer.status_code in (200, 401)
+        assert host not in answer.text
+
+
 @pytest.mark.parametrize("wrong", ["", "tml-wrong", "é", "\x00", HOSTILE, "a" * 3000])
 def test_a_wrong_key_is_refused(service: Service, wrong: str) -> None:
     answer = sign_in(service, wrong)

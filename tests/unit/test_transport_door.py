@@ -10,6 +10,7 @@ import logging
 import socket
 import ssl
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,26 @@ def test_idle_connections_of_one_address_are_bounded_and_block_no_other(
     told = [record.getMessage() for record in caplog.records if record.name == "echo2.transport.door"]
     assert len(told) == 1  # not one a connection
     assert "refused 70 connections: 70 of 127.0.0.2" in told[0]
+
+
+def test_connections_without_a_call_leave_three_quarters_to_members(
+    identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From several addresses, so that no bound of one address is reached."""
+    monkeypatch.setattr(doors, "connections_max", lambda: 40)
+    monkeypatch.setattr(doors, "FIRST_BYTES_SECONDS", 3600.0)  # nobody is dropped for saying nothing
+
+    async def scenario() -> None:
+        credentials = enrolled(identity, tmp_path / "peer")[1]
+        async with serving(identity, Desk()) as port, linked(port, credentials) as link:
+            await report(link)
+            with ExitStack() as stack:
+                idle = [one for at in range(2, 6) for one in stack.enter_context(dialled(port, 5, f"127.0.0.{at}"))]
+                await until_closed(idle, 10)
+                await report(link)
+                assert sum(map(is_closed, idle)) == 10
+
+    run(scenario())
 
 
 def test_a_connection_without_a_whole_handshake_is_dropped(

@@ -195,6 +195,24 @@ def test_strangers_of_one_ticket_ban_no_honest_relay(reason: str) -> None:
         assert not takers & {"w0", "w1", "w2", "w3"}  # their own routes change
 
 
+def test_what_a_stranger_says_of_its_sources_or_its_link_slows_nobody_down() -> None:
+    """Not the relays, and not what the origin sends the owner's machines; among strangers, no other ticket."""
+    bench = strangers("t", "t", "t")
+    tallies = (ev.Tally("w0", 1 << 20, 0.5), *(ev.Tally(f"w{at}", 1 << 20, 900.0) for at in range(3, 8)))
+    bench.tell(*(ev.PayloadReceived(f"w{at}", P1, tallies) for at in range(3)))
+    assert not bench.machine.bias
+    for tickets in (("", "t", "t", "t", "t"), ("t", "t", "t", "u")):
+        machine = Broadcast(BroadcastOptions())
+        for at, ticket in enumerate(tickets):
+            machine.handle(ev.MemberJoined(f"w{at}", f"host:{at}", ticket=ticket), 0.0)
+        machine.handle(ev.PayloadAssigned(P1, tuple(f"w{at}" for at in range(len(tickets))), 1000), 0.0)
+        for at, ticket in enumerate(tickets):
+            machine.handle(ev.LinkMeasured(f"w{at}", 1.0, 1.0 if ticket == "t" else 2e6), 0.0)
+        paced = [pace for at in range(len(tickets)) if (pace := machine.rate_limit(f"w{at}", P1)) is not None]
+        assert sum(paced) >= 0.9 * PACE * 2e6
+        assert machine.origin_up == 2e6
+
+
 def test_two_strangers_of_different_tickets_are_believed_and_so_is_a_machine_of_the_owner() -> None:
     bench = strangers("t", "t", "u")
     bench.fail("w0", "w5", "corrupt")

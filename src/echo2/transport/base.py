@@ -4,6 +4,9 @@ The workers and the learner dial out; the head serves, and so does every worker 
 may call it, and `check_role` checks that for all backends. Messages are protobuf (`wire.proto`), at most
 `limits.MESSAGE_BYTES_MAX` each; chunks may be handled as the bytes of their message (`message_bytes`), without a copy.
 
+A message may take two bytes for each message within it, of which each takes 150 in memory: `weigh` tells that before
+anything is parsed.
+
 Errors a caller sees: `PeerError` with the other end's reason for refusing; `LinkError` when the other end is
 unreachable, closed the connection or let the deadline pass.
 """
@@ -12,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from echo2.core.errors import PeerError
@@ -23,6 +28,11 @@ from echo2.transport.tickets import TICKET_ROLES
 #: Words of an end that is there and does not serve a caller now, which hears LinkError: it has too much to do; it may
 #: not answer as the head, for its store is away or another head has the run.
 BUSY, AWAY = "busy", "away"
+#: Ten bytes of seven bits: protobuf's longest number.
+VARINT_BITS = 70
+#: What a message within a message, an entry of a list of bytes or texts, and a byte of a list of numbers weigh: what
+#: they take once parsed, or more, for the time that each takes.
+MESSAGE_WEIGHT, ENTRY_WEIGHT, PACKED_WEIGHT = 256, 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,74 @@ def parse(kind: type[Any], data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError as error:
         raise PeerError("malformed", f"these {len(data)} bytes are no {kind.__name__}") from error
+
+
+def weigh(kind: type[Any], data: bytes, most: int) -> int:
+    """Return what the bytes of a message of this kind weigh: as many bytes as they are, or what the message would take
+    in memory, if that is more. Takes .3 microseconds a field, and reads no more once it is over `most`.
+
+    Raises:
+        PeerError: "oversized", more than `most`; "malformed", it has a group or an endless number, which no peer sends.
+    """
+    try:
+        weight = _weigh(data, 0, len(data), _layout(kind.DESCRIPTOR), most)
+    except IndexError:  # it ends within a field, as `parse` will find
+        weight = 0
+    return max(len(data), weight)
+
+
+#: Of each tag of a field that is counted: its weight, the weight of each of its bytes, and the layout of its message.
+_Layout = dict[int, tuple[int, int, "_Layout | None"]]
+
+
+@cache
+def _layout(message: Descriptor) -> _Layout:
+    layout: _Layout = {}
+    for field_ in message.fields:
+        tag = field_.number << 3 | 2
+        if field_.type == FieldDescriptor.TYPE_MESSAGE:
+            layout[tag] = MESSAGE_WEIGHT, 0, _layout(field_.message_type)
+        elif field_.is_repeated:
+            is_bytes = field_.type in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+            layout[tag] = (ENTRY_WEIGHT, 0, None) if is_bytes else (0, PACKED_WEIGHT, None)
+            layout[tag - 2] = PACKED_WEIGHT, 0, None  # a number that is not packed
+    return layout
+
+
+def _weigh(data: bytes, at: int, end: int, layout: _Layout, most: int) -> int:
+    """Raises as `weigh`, or IndexError where the data end within a field."""
+    weight = 0
+    while at < end:
+        tag, at = (byte, at + 1) if (byte := data[at]) < 0x80 else _varint(data, at)
+        own, per_byte, within = layout.get(tag, (0, 0, None))
+        weight += own
+        wire_type = tag & 7
+        if wire_type == 2:
+            size, at = (byte, at + 1) if (byte := data[at]) < 0x80 else _varint(data, at)
+            weight += per_byte * size
+            if within is not None and size:
+                weight += _weigh(data, at, at + size, within, most - weight)
+            at += size
+        elif wire_type == 0:
+            _, at = _varint(data, at)
+        elif wire_type in (1, 5):
+            at += 8 if wire_type == 1 else 4
+        else:
+            raise PeerError("malformed", "a group of fields")
+        if weight > most:
+            raise PeerError("oversized", f"a message of {len(data)} bytes with too many parts for {most} bytes")
+    return weight
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins there, and where it ends. Longer ones would take quadratic time."""
+    value = 0
+    for shift in range(0, VARINT_BITS, 7):
+        byte = data[at]
+        value, at = value | (byte & 0x7F) << shift, at + 1
+        if byte < 0x80:
+            return value, at
+    raise PeerError("malformed", "a number of more than ten bytes")
 
 
 def check_role(method: Method, peer: Peer) -> None:

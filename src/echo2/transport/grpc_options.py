@@ -64,7 +64,6 @@ _SERVER: list[tuple[str, Any]] = [
 ]
 _CLIENT: list[tuple[str, Any]] = [
     *_BOTH,
-    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),  # each link is a connection of its own
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
@@ -123,5 +122,6 @@ def client(server_name: str, host: str, is_head: bool = False) -> list[tuple[str
         ("grpc.enable_http_proxy", int(bool(proxy_of(host)))),
         ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
         ("grpc.min_reconnect_backoff_ms", int(connect_seconds * 1000)),
+        ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX if is_head else limits.PEER_MESSAGE_BYTES_MAX),
     ]
     return [*_CLIENT, *own]

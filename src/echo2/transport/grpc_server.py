@@ -23,7 +23,19 @@ from echo2.core.background import to_its_end
 from echo2.core.errors import PeerError, UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import BUSY, METHODS, Handler, Handlers, Method, Peer, check_role, num_bytes, packed, parse
+from echo2.transport.base import (
+    BUSY,
+    METHODS,
+    Handler,
+    Handlers,
+    Method,
+    Peer,
+    check_role,
+    num_bytes,
+    packed,
+    parse,
+    weigh,
+)
 from echo2.transport.budgets import Budgets, OverBudget, Party, worst
 from echo2.transport.door import Connection, Door
 from echo2.transport.identity import Enrolment, RunIdentity
@@ -174,10 +186,15 @@ class PeerServer:
                 yield peer, _message(method, _header(context)), parties
                 return
             data = await self._body(method, context, parties)
+            weight = len(data)
             try:
+                if parties and not method.raw:  # what the message takes once parsed counts like bytes that came
+                    weight = weigh(method.request, data, _bytes_max(method))
+                    self._budgets.has_read(parties, weight - len(data))
+                    self._came(parties, weight - len(data))
                 yield peer, _message(method, data), parties
             finally:
-                self._budgets.handled(parties, len(data))
+                self._budgets.handled(parties, weight)
 
     def _count(self, name: str, caller: Connection, parties: tuple[Party, ...]) -> None:
         if not caller.name:
@@ -220,10 +237,9 @@ class PeerServer:
         if not isinstance(data, bytes):
             raise PeerError("malformed", f"{method.name} without a request")
         self._budgets.has_read(parties, len(data))
-        if parties and not method.is_large and len(data) > limits.PEER_MESSAGE_BYTES_MAX:
+        if parties and len(data) > _bytes_max(method):
             self._budgets.handled(parties, len(data))
-            detail = f"{method.name} of {len(data)} bytes; the limit is {limits.PEER_MESSAGE_BYTES_MAX}"
-            raise PeerError("oversized", detail)
+            raise PeerError("oversized", f"{method.name} of {len(data)} bytes; the limit is {_bytes_max(method)}")
         return data
 
     async def _abort(self, method: Method, context: Any, error: Exception) -> None:
@@ -308,6 +324,11 @@ async def enrol(identity: RunIdentity, peer: Peer, request: wire.EnrolRequest) -
         raise PeerError("protocol", detail)
     peer_id, certificate = identity.enrol(peer.peer_id, peer.role.removeprefix("join-"), request.csr_der)
     return wire.EnrolReply(peer_id=peer_id, certificate_der=certificate)
+
+
+def _bytes_max(method: Method) -> int:
+    """The limit of a request to this method."""
+    return limits.MESSAGE_BYTES_MAX if method.is_large else limits.PEER_MESSAGE_BYTES_MAX
 
 
 def _message(method: Method, data: bytes) -> Any:

@@ -26,14 +26,15 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
 Token: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 #: An id made by the service or a path that contains one; and a name chosen by a user, which becomes part of a path.
 Id: TypeAlias = Annotated[str, Meta(max_length=512)]
-Name: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.+$)[A-Za-z0-9._-]{1,128}$")]
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.+$)[A-Za-z0-9._-]{1,128}\Z")]
 #: Free-form data of users, which is stored and returned.
 Labels: TypeAlias = dict[str, Any]
 
 T = TypeVar("T", bound=Struct)
 
-#: Bytes at the beginning of a body in which model and number are looked for if the whole is not readable.
-BEGINNING_BYTES = 64 << 10
+#: Bytes at either end of a body in which model and number are looked for if the whole is not readable, or is longer: a
+#: parser would keep all tenants waiting.
+END_BYTES = 64 << 10
 _MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,512})"')
 _NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,19})\b')
 
@@ -258,12 +259,23 @@ def parse(kind: type[T], body: bytes) -> T:
     """Decode a body.
 
     Raises:
-        PeerError: the body is not JSON of that type.
+        PeerError: the body is not JSON of that type, or has too many parts.
     """
+    check_parts(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise PeerError("malformed", _half_character(body) or str(error) or type(error).__name__) from error
+
+
+def check_parts(text: bytes) -> None:
+    """Refuse JSON of too many parts, before it is parsed.
+
+    Raises:
+        PeerError: "too_large".
+    """
+    if len(text) > limits.PARTS_MAX and (count := text.count(b"{") + text.count(b"[")) > limits.PARTS_MAX:
+        raise PeerError("too_large", f"the JSON has {count} objects and lists; {limits.PARTS_MAX} are taken.")
 
 
 def _half_character(body: bytes) -> str:
@@ -314,19 +326,25 @@ def numbered(body: bytes, is_protobuf: bool, is_packed: bool) -> Numbered | None
 def _beginning(body: bytes) -> bytes:
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
-            return reader.read(BEGINNING_BYTES)
+            return reader.read(END_BYTES)
     except (zstandard.ZstdError, MemoryError):
         return b""
 
 
 def _in_json(body: bytes) -> tuple[Any, Any]:
     try:
-        values = parse_json(body)
+        values = parse_json(body) if len(body) <= 2 * END_BYTES else None
     except ValueError:  # also text that is not UTF-8
-        matches = [pattern.search(body[:BEGINNING_BYTES]) for pattern in (_MODEL, _NUMBER)]
-        model, number = (one and one[1] for one in matches)
+        values = None
+    if values is None:
+        model, number = (_at_an_end(body, pattern) for pattern in (_MODEL, _NUMBER))
         return model and model.decode(errors="replace"), int(number) if number else None
     return (values.get("model_id"), values.get("seq_id")) if isinstance(values, dict) else (None, None)
+
+
+def _at_an_end(body: bytes, pattern: re.Pattern[bytes]) -> bytes | None:
+    found = pattern.search(body[:END_BYTES]) or pattern.search(body[-END_BYTES:])
+    return found and found[1]
 
 
 def _in_protobuf(body: bytes) -> tuple[Any, Any]:

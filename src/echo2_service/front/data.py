@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from echo2.core.errors import PeerError, UserError
+from echo2.transport.base import MESSAGE_WEIGHT, weigh
 from echo2_service import limits
 from echo2_service import tinker_pb2 as pb
 from echo2_service.backend import ClientDatum, Floats, Ints, SampleOutput, SampleSpec, TrainOutput, TrainWork
@@ -51,8 +52,9 @@ def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:
     """Return the work in a protobuf body, and canonical bytes that are the same for the same work.
 
     Raises:
-        PeerError: the body is not such a message.
+        PeerError: the body is not such a message, or has too many parts.
     """
+    weigh(pb.ForwardBackwardRequest, body, limits.PARTS_MAX * MESSAGE_WEIGHT)
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -126,7 +128,7 @@ def _json_datum(datum: DatumBody) -> tuple[ClientDatum, int]:
 
 def _check_sparse(shapes: Iterable[Sequence[int]]) -> None:
     """Refuse sparse tensors that would be too large once dense."""
-    count = sum(math.prod(abs(size) for size in shape) for shape in shapes)
+    count = sum(math.prod(abs(size) for size in shape) for shape in shapes if len(shape) == 2)  # or else refused
     if count > limits.NUMBERS_MAX:
         raise UserError(f"The sparse tensors of a request stand for {count} numbers; {limits.NUMBERS_MAX} are taken.")
 
@@ -198,6 +200,8 @@ def _shaped(values: Array, shape: Sequence[int] | None) -> Array:
     if not shape:
         return values
     most = limits.TENSOR_NUMBERS_MAX
+    if len(shape) > limits.DIMENSIONS_MAX:  # their product would have millions of digits
+        raise UserError(f"a tensor's shape has {len(shape)} sizes; {limits.DIMENSIONS_MAX} are taken.")
     if any(size < 0 or size > most for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
         raise UserError(f"a tensor of shape {list(shape)[:4]} has {values.size} numbers.")
     return values.reshape(shape)

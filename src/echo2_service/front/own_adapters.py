@@ -24,8 +24,15 @@ from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, 
 from echo2.weights.format.model_files import read_adapter, read_base_model
 from echo2_service import limits
 from echo2_service.backend import BaseInfo, ModelSpec
+from echo2_service.front.bodies import check_parts
 
 ALPHA_MAX = 1_000_000
+#: Bytes of JSON in each file of an adapter: its configuration, and the list of its tensors.
+JSON_BYTES_MAX = 4 << 20
+#: Bytes of what stands before an entry of a tar file: long names, and other properties.
+PROPERTIES_BYTES_MAX = 16 << 10
+#: Kinds of such properties.
+_PROPERTIES = (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 #: PEFT's names of a linear layer's factors A and B.
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -35,10 +42,11 @@ def take_adapter(archive: bytes, base: BaseInfo, owner: str, to: Path) -> ModelS
 
     Raises:
         UserError: the adapter is not a LoRA adapter of this base model, or has a value that is not finite.
-        PeerError: the archive is not a tar file.
+        PeerError: the archive is not a tar file, or has too many parts.
     """
     with TemporaryDirectory(dir=to.parent) as unpacked:
         _unpack(archive, Path(unpacked))
+        _check_json(Path(unpacked))
         model = _base_model(base.directory)
         snapshot = read_adapter(Path(unpacked), model.ref, model.ref)
         rank, alpha = _read_config(snapshot.files[ADAPTER_CONFIG], base.name, model.ref.policy)
@@ -56,9 +64,23 @@ def _base_model(directory: str) -> Snapshot:
     return read_base_model(Path(directory))
 
 
+class _Entry(tarfile.TarInfo):
+    """An entry whose properties are few, and whose data stand in the file as they are: lists of properties, or of
+    holes, would take many times the memory of the file."""
+
+    def _proc_member(self, file: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type == tarfile.GNUTYPE_SPARSE or (self.type in _PROPERTIES and self.size > PROPERTIES_BYTES_MAX):
+            raise tarfile.ReadError(f"an entry has holes, or more than {PROPERTIES_BYTES_MAX} bytes of properties")
+        entry: tarfile.TarInfo = super()._proc_member(file)  # type: ignore[misc]
+        return entry
+
+    def _proc_gnusparse_10(self, *_: object) -> None:
+        raise tarfile.ReadError("an entry has holes")
+
+
 def _unpack(archive: bytes, to: Path) -> None:
     try:
-        with tarfile.open(fileobj=BytesIO(archive), mode="r:") as file:
+        with tarfile.open(fileobj=BytesIO(archive), mode="r:", tarinfo=_Entry) as file:
             for number, entry in enumerate(file):
                 if number >= limits.ENTRIES_MAX:
                     raise PeerError("malformed", f"the tar file has more than {limits.ENTRIES_MAX} entries.")
@@ -73,6 +95,16 @@ def _unpack(archive: bytes, to: Path) -> None:
         if not (to / name).is_file():
             both = f"{ADAPTER_CONFIG} {ADAPTER_WEIGHTS}"
             raise UserError(f"The tar file holds no {name}: make it with tar -c -C DIR {both}.")
+
+
+def _check_json(directory: Path) -> None:
+    """Refuse JSON that would take much more memory than the adapter."""
+    weights = (directory / ADAPTER_WEIGHTS).read_bytes()
+    tensors = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
+    for name, text in {ADAPTER_CONFIG: (directory / ADAPTER_CONFIG).read_bytes(), ADAPTER_WEIGHTS: tensors}.items():
+        if len(text) > JSON_BYTES_MAX:
+            raise UserError(f"{name} has {len(text)} bytes of JSON; {JSON_BYTES_MAX} are taken.")
+        check_parts(text)
 
 
 def _read_config(text: bytes, base: str, policy: str) -> tuple[int, int]:

@@ -43,6 +43,7 @@ STATUS = {
     "not_found": 404,
     "gone": 410,
     "too_large": 413,
+    "oversized": 413,
     "rate": 429,
 }
 #: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,

@@ -267,11 +267,13 @@ def _refuse(
         num_tokens=num_tokens,
         seconds=seconds,
     )
-    if cost == MALFORMED_COST or event.lease_id >= state.leases.first_id:  # else an earlier head may have granted it
+    worker = state.fleet.get(event.worker_id)
+    # The ledger does not hold leases of evaluations, which an earlier head granted to machines of the owner.
+    is_stranger = worker is not None and not worker.is_own and worker.ticket != UNKNOWN
+    if cost == MALFORMED_COST or event.lease_id >= state.leases.first_id or is_stranger:
         state.penalties.refused(event.worker_id, cost, reason, state.now)
     open_lease = state.leases.get(event.lease_id)
     if open_lease is not None and open_lease[0] == event.worker_id:
-        worker = state.fleet.get(event.worker_id)
         if worker is not None and word not in strangers.NO_FAULT:
             state.tell_rest(event.worker_id, state.fleet.rest(worker, state.now), f"a result of it was refused: {word}")
         end_lease(state, event.lease_id, word, reason)

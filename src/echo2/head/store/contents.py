@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from blake3 import blake3
@@ -137,9 +137,17 @@ def restore_files(rundir: RunDir, ledger: Ledger) -> None:
     for name in sorted(files, key=lambda name: name == "config.json"):
         if name == "config.json" and rundir.config.exists():
             continue  # settings may be given when a run is resumed
-        if not any(Path(name).match(pattern) for pattern in _FILES) or ".." in name or name[0] == "/":
+        if not _is_of_a_run(name):
             raise UserError(f"The store names a file that no run has: {name!r}. Resume with the echo2 that wrote it.")
         write_private(rundir.path / name, files[name].encode())
+
+
+def _is_of_a_run(name: str) -> bool:
+    """Whether a run has such a file. `match` alone looks at the end of a name."""
+    is_plain = ".." not in name and "\0" not in name
+    return is_plain and any(
+        name.count("/") == pattern.count("/") and PurePosixPath(name).match(pattern) for pattern in _FILES
+    )
 
 
 def restore_snapshots(objects: Objects, ledger: Ledger, store: ChunkStore) -> None:

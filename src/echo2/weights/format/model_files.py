@@ -43,6 +43,8 @@ MLX_WEIGHTS = "model-mlx.safetensors"
 COMPARED_BYTES = 64 << 20
 #: Headers are small: a file that claims a larger one is not safetensors.
 MAX_HEADER_BYTES = 100 << 20
+#: numpy's limit. The product of many more sizes would have millions of digits.
+DIMENSIONS_MAX = 64
 
 
 def find_model(path: str, setting: str = "model.path") -> Path:
@@ -277,6 +279,8 @@ def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
         first, end = entry["data_offsets"]
         if not 0 <= first <= end <= num_bytes or min(entry["shape"], default=0) < 0:
             raise ValueError(f"{file.name}: {name!r} lies outside of the file")
+        if len(entry["shape"]) > DIMENSIONS_MAX:
+            raise ValueError(f"{file.name}: {name!r} has {len(entry['shape'])} sizes")
         if not math.prod(entry["shape"]) and end > first:
             raise ValueError(f"{file.name}: {name!r} has bytes and no items")
         read = partial(_read, file, start + first)

@@ -122,12 +122,25 @@ class Broadcast(StateMachine):
         if plan is None or member is None or member.reach == ONE_MACHINE or stripes.keys() <= {worker_id}:
             return None
         near = [self.members[key] for key in stripes if key in self.members]
-        downs = sorted(other.down for other in near if other.down and other.reach == member.reach)
+        downs = self._downs(other for other in near if other.reach == member.reach)
         # The middle, for a burst after a stall measures more than the link has.
         uplink = self.options.origin_up or (downs[(len(downs) - 1) // 2] if downs else math.inf)
         if uplink > PACED_MAX:
             return None
         return PACE * uplink * stripes.get(worker_id, 1) / plan.num_stripes
+
+    def _downs(self, members: Iterable[Receiver]) -> list[float]:
+        """Return the downlinks that members measured, sorted: those of the owner's machines. Where none of these has
+        measured, of each ticket the fastest, without the slowest of them: a stranger could slow down all others."""
+        own, of_ticket = list[float](), dict[str, float]()
+        for member in members:
+            ticket = self.tickets[member.worker_id]
+            if member.down and ticket:
+                of_ticket[ticket] = max(member.down, of_ticket.get(ticket, 0.0))
+            elif member.down:
+                own.append(member.down)
+        others = sorted(of_ticket.values())
+        return sorted(own) or others[1:] or others
 
     def _up(self, worker_id: str) -> float:
         member = self.members.get(worker_id)
@@ -217,8 +230,7 @@ class Broadcast(StateMachine):
         """
         far = [member for member in self.members.values() if member.reach != ONE_MACHINE]
         for members in (far, self.members.values()):
-            downs = sorted(member.down for member in members if member.down)
-            if downs:
+            if downs := self._downs(members):
                 return downs[len(downs) // 2]
         return self.origin_up
 
@@ -292,6 +304,8 @@ class Broadcast(StateMachine):
             return  # repeated reports count once
         plan.received(event.worker_id)
         plan.unusable.discard(event.worker_id)
+        if self.tickets.get(event.worker_id):
+            return  # what a stranger says of others changes nobody's routes
         peers = [tally for tally in event.tallies if tally.source in self.members and tally.num_bytes > 0]
         times = sorted(tally.seconds for tally in event.tallies if tally.num_bytes > 0)
         if not times or times[-1] < MIN_TALLY_SECONDS:
