@@ -192,7 +192,7 @@ class Service:
         return connection
 
     async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.ReportReply:
-        """Keep what a worker says of itself. Answer when to report again."""
+        """Keep what a worker says of itself. Answer when to report again, and if it is of no use, why."""
         connection, installed = self._connection(peer), _installed(report)
         if not 0 <= report.pause_seconds <= DURATION_SECONDS_MAX:
             raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
@@ -213,7 +213,9 @@ class Service:
             await self._head.events.tell(ev.WorkerReported(peer.peer_id, installed, report.refused))
         else:
             self._head.events.seen(peer.peer_id)
-        return wire.ReportReply(heartbeat_seconds=self._head.planner.fleet.report_seconds)
+        planner = self._head.planner
+        of_no_use = planner.why_of_no_use(peer.peer_id)
+        return wire.ReportReply(heartbeat_seconds=planner.fleet.report_seconds, of_no_use=of_no_use)
 
     async def leave(self, peer: Peer, _: wire.Empty) -> wire.Empty:
         """Remove a worker that its owner ends. Other workers get its leases at once."""
