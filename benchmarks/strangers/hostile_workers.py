@@ -8,7 +8,7 @@ from typing import Literal
 from hostile_liars import Liar, LiarSpec
 
 from echo2.core.decide.machine import Event
-from echo2.core.types import RUN_POLICY, SnapshotRef
+from echo2.core.types import RUN_POLICY, SamplingFailure, SnapshotRef
 from echo2.head.decide import events as ev
 from echo2.planning.sim.fleet import SimWorker
 from echo2.planning.sim.report import History
@@ -70,7 +70,8 @@ class HostileWorker(SimWorker):
                     self._call(ev.DeliveryMalformed(self.name, lease_id, "malformed", "noise"))
                 self.post(JUNK_SECONDS, event)
             case _Fail():
-                reason = self.world.rng.choice(("engine_failed", "prompt_too_long", "reward_failed"))
+                reasons: tuple[SamplingFailure, ...] = ("engine_failed", "prompt_too_long", "environment_failed")
+                reason = self.world.rng.choice(reasons)
                 self._call(ev.LeaseFailed(self.name, event.lease_id, reason, "it says so"))
             case _:
                 super().handle(event)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.core.types import RUN_POLICY, GroupRef
+from echo2.core.types import RUN_POLICY, GroupRef, SamplingFailure
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.ledger.books import MESSAGE_CHARS, REFUSALS_PER_WORKER, Failures
@@ -71,11 +71,20 @@ def test_failed_leases_count_by_kind_and_harmless_ones_do_not_count() -> None:
         outcome="failed",
         held_seconds=1.0,
     )
-    for reason in ("environment_failed", "busy", "revoked", "made_up", "environment_failed"):
+    reasons: tuple[SamplingFailure, ...] = (
+        "environment_failed",
+        "snapshot_gone",
+        "engine_failed",
+        "environment_failed",
+    )
+    for reason in reasons:
         failures.see(ev.LeaseFailed("w", 1, reason, f"{reason} here"), [closed])
     failures.see(ev.GroupScored(group), [])
     found = [(one["kind"], one["count"], one["message"]) for one in failures.to_plain()]
-    assert found == [("environment_failed", 2, "w: environment_failed here"), ("engine_failed", 1, "w: made_up here")]
+    assert found == [
+        ("environment_failed", 2, "w: environment_failed here"),
+        ("engine_failed", 1, "w: engine_failed here"),
+    ]
 
 
 def test_a_failure_after_a_restart_replaces_the_older_one() -> None:
@@ -116,7 +125,9 @@ def test_one_failure_is_written_in_the_singular(kind: str) -> None:
     assert two.split()[1] == f"{one.split()[1]}s"
 
 
-def test_a_lease_that_its_worker_does_not_hold_counts_nothing(tmp_path: Path) -> None:
+def test_a_lease_that_its_worker_does_not_hold_counts_nothing_and_an_unknown_word_is_a_failed_engine(
+    tmp_path: Path,
+) -> None:
     async def scenario() -> None:
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))
         async with OpenHead(tmp_path, raw) as one, one.attending() as leases:
@@ -126,7 +137,7 @@ def test_a_lease_that_its_worker_does_not_hold_counts_nothing(tmp_path: Path) ->
                 said = wire.LeaseFailed(lease_id=lease_id, reason="engine_failed", detail="made up")
                 await one.service.fail_lease(one.peer(peer), said)
             assert one.head.books.failures.to_plain() == []
-            said = wire.LeaseFailed(lease_id=held, reason="engine_failed", detail="cuda is gone\nline 1\nline 2")
+            said = wire.LeaseFailed(lease_id=held, reason="busy", detail="cuda is gone\nline 1\nline 2")
             for _ in range(3):
                 await one.service.fail_lease(one.peer("w-1"), said)
             (failure,) = one.head.books.failures.to_plain()

@@ -12,9 +12,11 @@ import pytest
 from echo2.head.ledger.audit import audit
 from echo2.head.serve.report import status, step_row
 from echo2.reward import judge
+from echo2.reward.judge import Judge
 from echo2.transport import wire_pb2 as wire
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from judge_standin import PROBE, JudgeStandIn, judge_standin
+from test_reward_judge import SETTINGS, TASK, with_judge
 
 
 def judged(tmp_path: Path, standin: JudgeStandIn, **changes: Any) -> dict[str, dict[str, Any]]:
@@ -141,3 +143,43 @@ def test_the_cost_of_a_group_that_exceeded_the_budget_is_kept(tmp_path: Path) ->
     with judge_standin() as standin:
         asyncio.run(asyncio.wait_for(scenario(), 60.0))
         assert len(standin.asked) == 2
+
+
+def test_a_head_that_is_killed_has_counted_the_requests_under_way(tmp_path: Path) -> None:
+    """Whatever answers a group lacks: the cost of those that came was lost with it, too."""
+    prices = {
+        "usd_per_mtok": [0.0, 2.0],
+        "params": {"max_tokens": 1000},
+    }  # $.002 a request at most, $.00002 if answered
+
+    async def scenario() -> None:
+        raw = judged(tmp_path, standin, **prices)
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+            assert (await open_head.deliver(delivery(leases[0], digits(1, 2, 3, 4))))[0][0]
+            await until(lambda: len(standin.asked) == 4 and status(open_head.head)["judge"]["answers"] == 3)
+            assert open_head.head.ledger.get_meta("judge_usd") >= 0.002 + 3 * 0.00002
+            assert status(open_head.head)["judge"]["usd"] == pytest.approx(6e-5)
+
+    with judge_standin(lambda question, n: "hang" if "\n333\n" in question else "") as standin:
+        asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_no_number_of_kills_exceeds_the_budget() -> None:
+    kept = [0.0]
+
+    async def killed(judge: Judge) -> None:
+        asking = asyncio.ensure_future(judge.score(TASK, [str(10**n) for n in range(20)]))
+        num_asked = len(standin.asked) + min(SETTINGS.max_concurrency, round(10.0 - judge.spent_usd))
+        await until(lambda: asking.done() or (judge.spent_usd < 10.0 and len(standin.asked) >= num_asked))
+        at_the_kill.append(kept[-1])
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    prices = {"usd_per_mtok": (0.0, 1.0), "params": {"max_tokens": 1_000_000}}  # $1 each, if it is not answered
+    with judge_standin(lambda question, n: "hang") as standin:
+        for _ in range(4):
+            at_the_kill = list[float]()
+            with_judge(standin, killed, spent_usd=kept[-1], keep=kept.append, budget_usd=10.0, **prices)
+            kept = at_the_kill
+        assert len(standin.asked) == 10

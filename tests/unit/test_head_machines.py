@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from disk_cases import no_file_beyond
 from echo2.config.offers import Offer
 from echo2.core.types import Backoff
 from echo2.head.fleet import machines
@@ -99,6 +100,26 @@ def test_a_machine_is_rented_joins_under_its_name_and_is_given_back(tmp_path: Pa
         assert not yard.machines._busy
 
     asyncio.run(scenario())
+
+
+def test_a_machine_is_returned_although_the_log_of_its_command_cannot_be_written(tmp_path: Path) -> None:
+    """It would cost money until somebody frees the disk."""
+
+    async def scenario() -> None:
+        yard = Yard(tmp_path)
+        yard.machines.rent("spot")
+        await yard.settle()
+        with (tmp_path / "machines.log").open("ab") as file:
+            file.write(b"x" * 5000 + b"\nhalf a line of a command that was killed")
+        yard.machines.return_machine("spot", "")
+        with no_file_beyond((tmp_path / "machines.log").stat().st_size):
+            await yard.settle()
+        assert (len(yard.calls("release")), yard.machines.names()) == (1, [])
+        yard.machines.rent("spot")
+        await yard.settle()
+        assert "\n--- rent spot-012345-2\n" in (tmp_path / "machines.log").read_text()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
 def test_a_failed_rent_is_reported_and_its_machine_returned(tmp_path: Path) -> None:

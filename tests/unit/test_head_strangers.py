@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.core.types import RUN_POLICY, GroupRef, SnapshotRef
+from echo2.core.types import RUN_POLICY, GroupRef, SamplingFailure, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import results
@@ -45,7 +45,7 @@ def held_by(desk: Desk, worker_id: str) -> list[int]:
     return list(desk.planner.leases.of_worker(worker_id))
 
 
-def fail(desk: Desk, worker_id: str, reason: str = "engine_failed") -> list[do.Command]:
+def fail(desk: Desk, worker_id: str, reason: SamplingFailure = "engine_failed") -> list[do.Command]:
     """It fails the first lease that it holds."""
     return desk.tell(ev.LeaseFailed(worker_id, held_by(desk, worker_id)[0], reason, "it says so"))
 
@@ -280,7 +280,9 @@ def test_a_worker_that_sends_junk_is_expelled_for_longer_each_time_and_its_lease
 
 def test_failures_of_leases_that_it_does_not_hold_are_junk_too() -> None:
     desk = desk_with(("own", ""), ("s", "t"))
-    commands = [c for at in range(100) for c in desk.tell(ev.LeaseFailed("s", 10**6 + at, "busy", "it says so"))]
+    commands = [
+        c for at in range(100) for c in desk.tell(ev.LeaseFailed("s", 10**6 + at, "engine_failed", "it says so"))
+    ]
     assert [one.worker_id for one in of(do.ExpelWorker, commands)] == ["s"]
 
 

@@ -65,6 +65,19 @@ def test_deltas_make_kappa_1_affordable_and_the_plan_cheaper_than_the_paper_s() 
     assert 1 - plan.usd_per_step / VERL_ASYNC >= 0.41
 
 
+def test_machines_whose_weights_come_after_their_steps_are_not_planned_with_and_a_refusal_names_them() -> None:
+    """Only 1 / 1.1 of the machines count for the time of a broadcast, so that a few slow ones looked cheap and able."""
+    slow = Offer("slow", 0.01, 0.3125, count=1, down_mbps=1.0)
+    deltas = BroadcastInputs(full_bytes=16.4e9, delta_bytes=16.4e9 / 16)  # 8,200 s over 1 Mbit/s: 5.03 steps
+    inputs = replace(PAPER, offers=(CARD, slow), broadcast=deltas, generate_during_broadcast=True)
+    plan = make_plan(inputs)
+    assert list(plan.machines) == ["rtx5090"]
+    assert inputs.outrun(3, 1) == {"slow": pytest.approx(5.03, abs=0.01)}
+    with pytest.raises(NoPlanError, match=r"slow \(5.0 steps\).*max_staleness >= 6"):
+        make_plan(replace(inputs, offers=(replace(CARD, count=2), slow)))
+    assert "slow" in make_plan(replace(inputs, max_staleness=6)).machines
+
+
 def test_a_plan_agrees_with_its_simulation() -> None:
     inputs = replace(PAPER, steps=16, groups_per_step=32, train_seconds=100.0, broadcast=BroadcastInputs(seconds=40.0))
     inputs = replace(inputs, offers=(CARD, replace(CARD, name="fast", rollouts_per_second=1.0, price_usd_per_hour=1.0)))

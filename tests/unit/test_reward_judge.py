@@ -43,11 +43,12 @@ def with_judge(
     spent_usd: float = 0.0,
     on_retry: Callable[[str], None] = lambda message: None,
     backoff: Backoff = QUICK,
+    keep: Callable[[float], None] = lambda usd: None,
     **settings: Any,
 ) -> T:
     async def run() -> T:
         found = msgspec.structs.replace(SETTINGS, base_url=standin.url, **settings)
-        judge = Judge(found, 3, seconds, spent_usd, on_retry, backoff)
+        judge = Judge(found, 3, seconds, spent_usd, on_retry, backoff, keep)
         try:
             return await body(judge)
         finally:

@@ -21,6 +21,8 @@ from typing import Any, Literal, TypeAlias
 
 GroupKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
+#: Why a worker cannot produce a group (`head/decide/groups.py: FAILURES`). Another word of a peer is `engine_failed`.
+SamplingFailure = Literal["prompt_too_long", "environment_failed", "log_unfit", "engine_failed", "snapshot_gone"]
 
 #: Id of the policy that a run trains.
 RUN_POLICY = "policy"

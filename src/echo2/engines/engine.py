@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echo2.core.errors import Echo2Error, InvariantError
-from echo2.core.types import FinishReason, Rollout, SamplingParams, Snapshot, SnapshotRef
+from echo2.core.types import FinishReason, Rollout, SamplingFailure, SamplingParams, Snapshot, SnapshotRef
 from echo2.engines.tokenizer import StopRule
 
 Floats = npt.NDArray[np.float64]
@@ -204,11 +204,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """This request cannot be sampled; other requests go on. `reason`: one word, as in `head/decide/groups.py`.
-    `traceback`: from the user's environment.
-    """
+    """This request cannot be sampled; other requests go on. `traceback`: from the user's environment."""
 
-    reason: str
+    reason: SamplingFailure
     detail: str
     traceback: str = ""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -140,12 +140,14 @@ def _usd(value: float) -> str:
 
 
 def may_have_plan(inputs: PlanInputs) -> bool:
-    """Whether these inputs could have a plan with the whole staleness bound, by the formulas alone."""
+    """Whether these inputs could have a plan with the whole staleness bound, by the formulas alone, and with machines
+    that would be outrun among the others.
+    """
     for pair in _pairs(inputs):
         if pair[0] != inputs.max_staleness:  # a smaller bound allows no more
             continue
         try:
-            _draft(inputs, *pair, inputs.gamma)
+            _draft(inputs, *pair, inputs.gamma, ())
         except UserError:
             continue
         if least_idle(inputs, *pair) <= inputs.max_idle:
@@ -217,7 +219,7 @@ def _search(inputs: PlanInputs, limit: SearchLimit) -> Plan:
     drafts, refusals = [], []
     for pair in _pairs(inputs):
         try:
-            draft = _draft(inputs, *pair, inputs.gamma)
+            draft = _draft(inputs, *pair, inputs.gamma, inputs.outrun(*pair))
         except UserError as error:
             refusals.append(error)
             continue
@@ -258,11 +260,12 @@ def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, lim
     ever larger steps; then the last of them is halved.
     """
     fails, works, step = -1, _MAX_TRIES, 0
+    late = inputs.outrun(max_staleness, publish_every)
     best: Plan | None = None
     tried: dict[tuple[tuple[str, int], ...], Plan] = {}
     while works - fails > 1:
         try:
-            draft = _draft(inputs, max_staleness, publish_every, inputs.gamma * RATE_STEP**step)
+            draft = _draft(inputs, max_staleness, publish_every, inputs.gamma * RATE_STEP**step, late)
         except UserError:
             works = step
         else:
@@ -305,14 +308,16 @@ class _Draft:
     needed_rate: float
 
 
-def _draft(inputs: PlanInputs, max_staleness: int, publish_every: int, factor: float) -> _Draft:
-    """Return the cheapest machines for `factor` times the needed rate. More machines may need a longer broadcast, and
-    a longer broadcast a larger rate, so this iterates until T_bcast is stable.
+def _draft(
+    inputs: PlanInputs, max_staleness: int, publish_every: int, factor: float, without: Container[str]
+) -> _Draft:
+    """Return the cheapest machines for `factor` times the needed rate, `without` some offers. More machines may need a
+    longer broadcast, and a longer broadcast a larger rate, so this iterates until T_bcast is stable.
 
     Raises:
         UserError: the pair is impossible, or the pool is too slow.
     """
-    pool = inputs.pool(max_staleness)
+    pool = inputs.pool(max_staleness, without)
     kinds = [kind for _, kind in pool]
     seconds = inputs.least_broadcast_seconds(publish_every)
     while True:
@@ -320,7 +325,7 @@ def _draft(inputs: PlanInputs, max_staleness: int, publish_every: int, factor: f
         counts = activation.choose_counts(kinds, target)
         draft = _drafted(inputs, pool, counts, max_staleness, publish_every, seconds)
         if not activation.reaches(draft.rate, target):
-            raise _too_slow(inputs, draft.rate, sum(counts), target, (max_staleness, publish_every))
+            raise _too_slow(inputs, draft.rate, counts, target, (max_staleness, publish_every), pool)
         longer = inputs.broadcast_seconds(draft.machines, publish_every)
         if longer <= seconds * (1 + 1e-6):
             return draft
@@ -435,17 +440,32 @@ def _fleet_set_by(demand: Demand) -> str:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _too_slow(inputs: PlanInputs, have: float, count: int, target: float, pair: tuple[int, int]) -> NoPlanError:
+def _too_slow(
+    inputs: PlanInputs, have: float, counts: Sequence[int], target: float, pair: tuple[int, int], pool: _Pool
+) -> NoPlanError:
+    count, names = sum(counts), {offer.name for offer, _ in pool}
     all_of = f"all {count} machines together make" if count > 1 else "the one machine makes"
-    if count < sum(one.count for one in inputs.offers):
+    if count < sum(offer.count for offer, _ in pool):
         all_of = f"{count} machines, as many as {pair[0] + 1} steps have groups, make"
+    words = left_out({name: steps for name, steps in inputs.outrun(*pair).items() if name not in names})
     error = NoPlanError(
         f"The offers cannot carry the rate: {all_of} {have:.4g} rollouts/s, "
         f"{target:.4g} are needed (max_staleness = {pair[0]}, publish_every = {pair[1]}, safety factor "
-        f"included); {target - have:.4g} are missing."
+        f"included); {target - have:.4g} are missing.{words and f' Left out: {words}.'}"
     )
     error.missing = target - have
     return error
+
+
+def left_out(outrun: Mapping[str, float]) -> str:
+    """Say to which offers weights travel for so many steps, and what would help; empty: there are none."""
+    if not outrun:
+        return ""
+    names = ", ".join(f"{name} ({steps:.1f} steps)" for name, steps in outrun.items())
+    return (
+        f"{names}: new weights arrive after the steps that they may sample. max_staleness >= "
+        f"{math.ceil(min(outrun.values()))}, larger steps (schedule.groups_per_step) or faster links help"
+    )
 
 
 def _nearest(refusals: Sequence[UserError]) -> NoPlanError:

@@ -23,7 +23,7 @@ from echo2.planning.disk_and_network import DiskAndNetwork, PlannedFleet, disk_a
 from echo2.planning.first_plan import Basis, Range, answer_tokens, open_range, range_in_words
 from echo2.planning.market import refresh
 from echo2.planning.memory_needs import DoesNotFitError, Needs, needs_as_dict, needs_table
-from echo2.planning.plan import NoPlanError, Plan, by_staleness, make_plan
+from echo2.planning.plan import NoPlanError, Plan, by_staleness, left_out, make_plan
 from echo2.planning.plan_inputs import PastRun, PlanInputs, read_past_run
 from echo2.planning.plan_request import MARKET, configured, ready
 from echo2.planning.renting import rent_commands
@@ -184,6 +184,9 @@ def show(decision: _Decided, ranks: int, choices: list[Plan], console: Console) 
     checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
     fact = f"checks cost ${checks['checks_usd']:.2g} a step if they sample half of it; a cheat in every group is paid"
     table.add_row("strangers", f"{fact} ${checks['cheat_usd']:.2g} on average before it is found")
+    late = inputs.outrun(plan.max_staleness, plan.publish_every)
+    if words := left_out({name: steps for name, steps in late.items() if name not in plan.machines}):
+        table.add_row("left out", words)
     table.add_row("set by", f"the pace by the {plan.binds}, the number of machines by the {plan.fleet_set_by}")
     console.print(table, highlight=False)
     if len(choices) > 1:

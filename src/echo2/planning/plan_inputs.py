@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,14 +123,23 @@ class PlanInputs:
     def usd_per_step(self, workers_usd_per_hour: float, step_seconds: float) -> float:
         return (self.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
 
-    def pool(self, max_staleness: int) -> list[tuple[Offer, activation.Kind]]:
-        """Return the offers, cheapest for a rollout first. No more machines of one offer count than there are groups
-        that may be sampled at a time: those of max_staleness + 1 steps.
+    def pool(self, max_staleness: int, without: Container[str] = ()) -> list[tuple[Offer, activation.Kind]]:
+        """Return the offers except those `without`, cheapest for a rollout first. No more machines of one offer count
+        than there are groups that may be sampled at a time: those of max_staleness + 1 steps.
         """
         most = (max_staleness + 1) * self.groups_per_step
-        rates = [(one, one.effective_rate, one.effective_usd_per_hour) for one in self.offers]
+        offers = (one for one in self.offers if one.name not in without)
+        rates = [(one, one.effective_rate, one.effective_usd_per_hour) for one in offers]
         rates.sort(key=lambda one: (one[2] / one[1], -one[1], one[0].name))
         return [(one, activation.Kind(rate, usd, min(one.count, most))) for one, rate, usd in rates]
+
+    def outrun(self, max_staleness: int, publish_every: int) -> dict[str, float]:
+        """Return the offers whose machines never get a group where the learner does not wait, and how many steps their
+        new weights travel: by then the steps that these may sample are over. On-policy the learner waits for all.
+        """
+        most = max_staleness * self.train_seconds
+        seconds = {offer.name: self.broadcast_seconds({offer.name: 1}, publish_every) for offer in self.offers}
+        return {name: late / self.train_seconds for name, late in seconds.items() if late > most > 0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,7 @@ def to_table(study: Study, reports: list[Report]) -> str:
             f"  {report.broadcast_seconds:>7.1f} s  {report.usd_per_step:>8.4f}"
             + ("" if report.finished else "  NOT FINISHED")
         )
+        lines += report.useless_lines()
     lines.append("idle, s/step and wait are of the second half of the steps; the cold start is not in them.")
     return "\n".join(lines)
 
@@ -203,6 +204,10 @@ def run_scenario(
         for worker in workers:
             if worker.up:
                 worker.pay()
+        head = world.actors[HEAD]
+        assert isinstance(head, SimHead)
+        reasons = {worker.worker_id: head.planner.why_of_no_use(worker.worker_id) for worker in head.planner.fleet}
+        history.of_no_use = {worker_id: why for worker_id, why in reasons.items() if why}
         if scenario.activation:
             history.usd = history.active_usd
         history.learner_usd = world.now / 3600 * scenario.learner.price_usd_per_hour

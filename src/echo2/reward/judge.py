@@ -14,7 +14,8 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from echo2.config import Config
 from echo2.config.judge import JudgeConfig
@@ -76,16 +77,21 @@ def read_key(judge: JudgeConfig) -> str:
 
 
 def open_judge(
-    config: Config, spent_usd: float = 0.0, on_retry: Callable[[str], None] = lambda problem: None
+    config: Config,
+    spent_usd: float = 0.0,
+    on_retry: Callable[[str], None] = lambda problem: None,
+    keep: Callable[[float], object] = lambda usd: None,
 ) -> Judge | None:
     """Return the run's judge; None: it has none. Raises as `Judge`."""
     judge, seconds = config.reward.judge_config, config.reward.timeout_seconds
-    return Judge(judge, config.run.seed, seconds, spent_usd, on_retry) if judge is not None else None
+    return Judge(judge, config.run.seed, seconds, spent_usd, on_retry, keep=keep) if judge is not None else None
 
 
 class Judge:
     """Scores rollouts, for one event loop. `seed` draws the order of compared answers; `seconds` limits one request;
-    `spent_usd` is what was spent before; `on_retry` is called for each repeated request.
+    `spent_usd` is what was spent before; `on_retry` is called for each repeated request. `keep` stores what may have
+    been spent, before a request is made that may cost more than is stored: a process that is killed counts what was
+    under way with the most that it may cost, so that no number of restarts exceeds the budget.
 
     Raises:
         UserError: as `read_key`.
@@ -99,8 +105,9 @@ class Judge:
         spent_usd: float,
         on_retry: Callable[[str], None],
         backoff: Backoff = BACKOFF,
+        keep: Callable[[float], object] = lambda usd: None,
     ) -> None:
-        self._judge, self._seed, self._on_retry = judge, seed, on_retry
+        self._judge, self._seed, self._on_retry, self._keep = judge, seed, on_retry, keep
         name = judge.api_key_env
         self._endpoint = Endpoint(
             judge.base_url,
@@ -117,7 +124,12 @@ class Judge:
         self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}
         self._reserved, self._freed = list[float](), asyncio.Event()  # of requests under way
-        self.spent_usd = spent_usd
+        self.spent_usd = self._kept_usd = spent_usd
+
+    def keep_usd(self) -> None:
+        """Store what was spent, with the most that requests under way may cost. Raises as `keep`."""
+        self._kept_usd = self.spent_usd + sum(self._reserved)
+        self._keep(self._kept_usd)
 
     @property
     def num_answers(self) -> int:
@@ -213,13 +225,21 @@ class Judge:
                 raise self._too_dear(usd)
             self._freed.clear()
             await self._freed.wait()  # most cost less than they may
-        self._reserved.append(usd)
-        try:
+        with self._reserving(usd):
             now = time.monotonic()
             paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
             await asyncio.sleep(max(paces))
             data, seconds = await self._endpoint.request(CHAT, body, REPLY_BYTES_MAX, self._look)
             return verdict(self._counted(data, estimate), is_pair), seconds
+
+    @contextmanager
+    def _reserving(self, usd: float) -> Iterator[None]:
+        """Count a request that is about to be made, until it is counted with what it cost. Raises as `keep`."""
+        self._reserved.append(usd)
+        try:
+            if self.spent_usd + sum(self._reserved) > self._kept_usd:
+                self.keep_usd()
+            yield
         finally:
             self._reserved.remove(usd)
             self._freed.set()
@@ -228,9 +248,11 @@ class Judge:
         """Find out whether the judge answers. Raises BudgetSpent: that may cost too much."""
         body = self._body([{"role": "user", "content": "Say: yes."}])
         estimate = self._estimate(body)
-        if not self._affords(self._usd(estimate)):
-            raise self._too_dear(self._usd(estimate))
-        self._counted(await self._endpoint.exchange(CHAT, body, REPLY_BYTES_MAX), estimate)
+        usd = self._usd(estimate)
+        if not self._affords(usd):
+            raise self._too_dear(usd)
+        with self._reserving(usd):
+            self._counted(await self._endpoint.exchange(CHAT, body, REPLY_BYTES_MAX), estimate)
 
     def _affords(self, usd: float) -> bool:
         """Whether the budget suffices for so much beside what was spent, and what requests under way may cost."""

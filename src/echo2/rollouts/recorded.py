@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from echo2.core.errors import UserError
-from echo2.core.types import Assignment, Rollout, SamplingParams
+from echo2.core.types import Assignment, Rollout, SamplingFailure, SamplingParams
 from echo2.engines.engine import Completion, Conversation, Outcome, RequestFailure, SampleRequest, derived_seed
 from echo2.engines.tokenizer import StopRule, Tokenizer
 from echo2.rollouts.turns import Sampler, check_sum
@@ -136,7 +136,7 @@ class RecordedRollout:
         """Whether the rollout was cut off for lack of room, and has not failed."""
         return any(row.is_cut for row in self._rows) and self._failure is None
 
-    def fail(self, reason: str, detail: str, traceback: str = "") -> None:
+    def fail(self, reason: SamplingFailure, detail: str, traceback: str = "") -> None:
         """Mark the rollout as failed: it is not trained on. The first reason counts."""
         self._failure = self._failure or RequestFailure(reason, detail, traceback)
 

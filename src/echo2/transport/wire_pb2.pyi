@@ -407,10 +407,12 @@ class WorkerReport(_message.Message):
     def __init__(self, doing: _Optional[str] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., refused: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("heartbeat_seconds",)
+    __slots__ = ("heartbeat_seconds", "of_no_use")
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OF_NO_USE_FIELD_NUMBER: _ClassVar[int]
     heartbeat_seconds: float
-    def __init__(self, heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    of_no_use: str
+    def __init__(self, heartbeat_seconds: _Optional[float] = ..., of_no_use: _Optional[str] = ...) -> None: ...
 
 class LeaseFailed(_message.Message):
     __slots__ = ("lease_id", "reason", "detail")

@@ -25,6 +25,7 @@ from echo2.config.values import AUTO, NO_SLOT_LIMIT, SERVERS, ServerPlace
 from echo2.core.background import Background, Ending
 from echo2.core.clock import Clock
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.core.printable import printable
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.engines.registry import make_engine, servers_here
 from echo2.engines.tokenizer import prepare_tokenizers
@@ -49,6 +50,8 @@ CALL_SECONDS = 60.0
 LEAVE_SECONDS = 2.0
 #: Maximum bytes of results sent in one call, unless a single one is larger; far below the size limit of a message.
 DELIVER_BYTES = 8 << 20
+#: Maximum characters of why a worker is of no use to the run, on its terminal.
+NO_USE_CHARS_MAX = 500
 #: Maximum number of leases that a worker keeps; far above the number that a head grants.
 LEASES_MAX = 100_000
 
@@ -122,6 +125,7 @@ class WorkerProcess:
         self._wake: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
         self._heartbeat_seconds = 0.0  # the head says it
+        self._of_no_use = ""
 
     async def run(self) -> str:
         """Attend until the run is over. Return the reason.
@@ -361,6 +365,9 @@ class WorkerProcess:
         reply = await self._tell("Report", report, "heartbeat")
         if reply is not None:
             self._heartbeat_seconds = reply.heartbeat_seconds or self._heartbeat_seconds
+            if (of_no_use := printable(reply.of_no_use, NO_USE_CHARS_MAX)) not in ("", self._of_no_use):
+                log.warning("the head has hardly any work for this worker: %s", of_no_use)
+            self._of_no_use = of_no_use
 
     async def _tell(self, method: str, message: Any, what: str, seconds: float = CALL_SECONDS) -> Any:
         """Call the head and return its reply; None if it refuses, after which the call is not repeated."""

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from echo2.core.addresses import family, join, network
+from echo2.core.devices import map_large_blocks
 from echo2.core.errors import UserError
 from echo2.transport.door import raise_descriptor_limit
 from echo2_service import limits
@@ -143,7 +144,8 @@ class HttpServer(uvicorn.Server):
         self._stop = stop
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, then print the address."""
+        """Listen, then print the address. Bodies of many MB come and go in several threads."""
+        map_large_blocks()
         await super().startup(sockets)
         for server in self.servers:
             for listener in server.sockets:

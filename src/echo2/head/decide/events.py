@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from echo2.core.decide.machine import Event as _Event
 from echo2.core.decide.machine import Tick as Tick  # part of this module's vocabulary, too
-from echo2.core.types import Attachment, GroupRef, LostRollout, SnapshotRef
+from echo2.core.types import Attachment, GroupRef, LostRollout, SamplingFailure, SnapshotRef
 from echo2.head.strangers.decide.trust import DrawnCheck, TicketRest, Trust
 
 
@@ -229,13 +229,11 @@ class DeliveryMalformed(PlannerEvent):
 
 
 class LeaseFailed(PlannerEvent):
-    """The worker could not produce the group. `reason` is one of `groups.FAILURES`. `traceback`: of the user's
-    environment, for display.
-    """
+    """The worker could not produce the group. `traceback`: of the user's environment, for display."""
 
     worker_id: str
     lease_id: int
-    reason: str
+    reason: SamplingFailure
     detail: str
     traceback: str = ""
     replay_seconds: float = 0.0

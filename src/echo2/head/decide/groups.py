@@ -23,7 +23,7 @@ from typing import Literal
 
 from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.errors import InvariantError
-from echo2.core.types import GroupRef, Lease, SnapshotRef
+from echo2.core.types import GroupRef, Lease, SamplingFailure, SnapshotRef
 
 MOVES: dict[str, frozenset[str]] = {
     "pending": frozenset({"leased", "delivered", "retired"}),
@@ -41,14 +41,12 @@ UNINFORMATIVE = "uninformative"
 OWN = ""
 #: Reasons for which a worker fails a lease -> whether another try can help (a prompt stays too long, an engine may
 #: recover).
-FAILURES: dict[str, bool] = {
+FAILURES: dict[SamplingFailure, bool] = {
     "prompt_too_long": False,
     "environment_failed": False,
     "log_unfit": False,
     "engine_failed": True,
     "snapshot_gone": True,
-    "revoked": True,
-    "busy": True,
 }
 #: Times that a group with too few rollouts gets more. Where nine in ten rollouts fail, the task should be mended.
 TOP_UPS_MAX = 2

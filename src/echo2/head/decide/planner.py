@@ -22,7 +22,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide import granting, pacing, results
 from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.state import PlannerOptions, PlannerState, Training
-from echo2.head.decide.waits import list_waits
+from echo2.head.decide.waits import list_waits, why_of_no_use
 from echo2.head.fleet.decide import standby, workers
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.fleet.decide.measurements import learner_wait
@@ -409,3 +409,8 @@ class Planner(PlannerState):
     def waits(self, now: float) -> list[Wait]:
         """Return all waits: who waits for whom, since when, until when, and why."""
         return list_waits(self, now)
+
+    def why_of_no_use(self, worker_id: str) -> str:
+        """Return why this worker hardly ever gets a group, and what would help; empty if it does, or is unknown."""
+        worker = self.fleet.get(worker_id)
+        return "" if worker is None else why_of_no_use(self, worker)

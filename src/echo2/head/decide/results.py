@@ -291,7 +291,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
         return
     _replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
     group = open_lease[1].group
-    reason = event.reason if event.reason in FAILURES else "engine_failed"
+    reason = event.reason
     is_overtaken = reason == "snapshot_gone" and is_from_before(state, open_lease[1])
     end_lease(state, event.lease_id, "late" if is_overtaken else "failed", f"{reason}: {event.detail}")
     worker = state.fleet.get(event.worker_id)

@@ -130,12 +130,36 @@ def _coming(worker: Worker, newest: SnapshotRef) -> str:
     return f"it is still receiving the weights of version {newest.version}"
 
 
+def why_of_no_use(state: PlannerState, worker: Worker) -> str:
+    """Return why a worker hardly ever gets a group, and what would help, in words that stay the same while it is so;
+    empty if it is of use. Its own terminal shows them, too.
+    """
+    if worker.is_outrun:
+        most, behind = state.options.max_staleness, worker.steps_behind
+        return (
+            f"new weights reach it too late: when it had its last versions, the learner was up to {behind} steps ahead "
+            f"of them, and schedule.max_staleness = {most} lets it sample for {counted(most, 'step')} ahead at most. "
+            f"To get groups it needs schedule.max_staleness >= {behind + 1}, larger steps (schedule.groups_per_step), "
+            "or a faster link or disk"
+        )
+    return _too_slow(worker, "a while") if worker.late_in_a_row and state.fleet.is_resting(worker) else ""
+
+
+def _too_slow(worker: Worker, how_long: str) -> str:
+    is_paid = worker.price_usd_per_hour > 0 and not worker.offer
+    cost = f". It costs ${worker.price_usd_per_hour:.4g} an hour until you stop it" if is_paid else ""
+    why = f"others began its last {worker.late_in_a_row} groups later and had them sooner"
+    return f"it is too slow: {why}, and come first for {how_long}{cost}"
+
+
 def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
     """Return whom an idle worker waits for, and why."""
     installed = worker.installed
     newest = state.snapshots.newest()
     if newest is None:
         return "learner", "no snapshot is published yet"
+    if worker.is_outrun:
+        return "head", why_of_no_use(state, worker)
     if installed is None or not state.snapshots.has(installed):
         return "head", _coming(worker, newest)
     last = installed.version + state.options.max_staleness
@@ -147,10 +171,7 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
     if (until := state.fleet.rests.get(worker.worker_id)) is not None:
         seconds = max(0.0, until - state.now)
         if worker.late_in_a_row:
-            why = f"others began its last {worker.late_in_a_row} groups later and had them sooner"
-            is_paid = worker.price_usd_per_hour > 0 and not worker.offer
-            cost = f". It costs ${worker.price_usd_per_hour:.4g} an hour until you stop it" if is_paid else ""
-            return "head", f"it is too slow: {why}, and come first for {seconds:.0f} s{cost}"
+            return "head", _too_slow(worker, f"{seconds:.0f} s")
         return "head", f"its last lease brought no result, and others come first for {seconds:.0f} s"
     if unchecked := strangers.why_unchecked(state, worker):
         return "head", unchecked

@@ -177,13 +177,24 @@ class Machines:
             "ECHO2_WORKER_ID": machine.worker_id,
         }
         log.info("%s %s", verb, machine.name)
+        log_path = self._begin_log(f"{verb} {machine.name}")
         try:
-            with self._log_path.open("a", encoding="utf-8") as output:
-                output.write(f"--- {verb} {machine.name}\n")
-            process = ChildProcess(words, log_path=self._log_path, environment=environment)
+            process = ChildProcess(words, log_path=log_path, environment=environment)
         except OSError as error:
             return f"cannot start {words[0]!r}: {error.strerror}"
         return await _ended(process, f"`{verb}` of offer {machine.offer}; see {self._log_path}")
+
+    def _begin_log(self, what: str) -> Path | None:
+        """Begin a command's part of the log, which the output of others may be part of, so that nothing of it may be
+        taken back. None if the disk is full: a machine is returned all the same, and the output goes to the head's.
+        """
+        try:
+            with self._log_path.open("ab", buffering=0) as output:
+                output.write(f"\n--- {what}\n".encode())  # a command that was killed may have left half a line
+        except OSError as error:
+            log.warning("nothing written to %s: %s", self._log_path, error.strerror)
+            return None
+        return self._log_path
 
     def _remember(self) -> None:
         self._save({"number": self._number, "machines": [asdict(machine) for machine in self._out.values()]})

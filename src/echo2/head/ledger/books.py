@@ -27,7 +27,6 @@ from echo2.core.printable import printable, printable_lines
 from echo2.core.types import RolloutGroup, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide.groups import FAILURES
 from echo2.head.decide.planner import Planner
 from echo2.head.fleet.decide.formulas import GAMMA
 from echo2.head.fleet.decide.standby import predicted_idle_ratio
@@ -43,8 +42,6 @@ log = logging.getLogger(__name__)
 
 #: Number of versions whose times are remembered.
 VERSIONS_MAX = 16
-#: Reasons of a failed lease that are not errors.
-HARMLESS = frozenset({"snapshot_gone", "revoked", "busy"})
 #: Maximum characters of a message.
 MESSAGE_CHARS = 1000
 #: Maximum number of refused snapshots counted and logged per worker, which chooses the text of the message.
@@ -156,9 +153,8 @@ class Failures:
                     self.add(lost.cause, lost.detail)
         if isinstance(event, ev.GroupUnfit):
             self.add(event.reason, event.detail, event.traceback)
-        elif isinstance(event, ev.LeaseFailed) and event.reason not in HARMLESS and _has_closed(event, commands):
-            kind = event.reason if event.reason in FAILURES else "engine_failed"
-            self.add(kind, f"{event.worker_id}: {event.detail}", event.traceback)
+        elif isinstance(event, ev.LeaseFailed) and event.reason != "snapshot_gone" and _has_closed(event, commands):
+            self.add(event.reason, f"{event.worker_id}: {event.detail}", event.traceback)
 
     def refused(self, worker_id: str, what: str) -> None:
         """Count a snapshot that a worker refused to install. `what`: which, and why. Only the first few per worker

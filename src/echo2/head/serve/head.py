@@ -250,7 +250,10 @@ class Head:
             rundir.logs / "reward.log",
             on_retry=partial(self.books.failures.add, "reward_retried"),
             judge=open_judge(
-                config, self.ledger.get_meta("judge_usd", 0.0), partial(self.books.failures.add, "judge_retried")
+                config,
+                self.ledger.get_meta("judge_usd", 0.0),
+                partial(self.books.failures.add, "judge_retried"),
+                partial(self.ledger.set_meta, "judge_usd"),
             ),
         )
         teaching = config.distill, config.tasks.environment
@@ -351,7 +354,7 @@ class Head:
     def keep_judge_usd(self) -> None:
         """Have the ledger know what the judge has cost."""
         if self.reward.judge is not None:
-            self.ledger.set_meta("judge_usd", self.reward.judge.spent_usd)
+            self.reward.judge.keep_usd()
 
     async def close(self) -> None:
         """Tell the workers and the learner that the run is over, and close all files."""

@@ -14,7 +14,7 @@ from dataclasses import astuple, replace
 from echo2.config import Config
 from echo2.config.sections import DistillConfig
 from echo2.core.clock import Clock
-from echo2.core.errors import PeerError, UserError, counted
+from echo2.core.errors import NoRoomError, PeerError, UserError, counted
 from echo2.core.types import (
     LOGGED_ROLLOUTS,
     SEVERAL,
@@ -78,13 +78,14 @@ class Scoring:
 
         Raises:
             BudgetSpent: the judge's; the group waits for a head with more.
+            NoRoomError: the disk is full, so that what the judge may cost could not be stored.
         """
         ref, delivered = command.group, command.rollouts
         await asyncio.shield(self._tokenizer)  # a restarted head may hold groups before it has a snapshot
         try:
             group = delivered.group if delivered is not None else None
             return await self._scored(group or parse_group(self._ledger.rollouts(ref.number)))
-        except BudgetSpent:
+        except (BudgetSpent, NoRoomError):
             raise
         except RewardFailure as error:
             return ev.GroupUnfit(ref, error.cause, str(error), error.seconds, error.traceback)

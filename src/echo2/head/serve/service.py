@@ -21,9 +21,10 @@ from echo2.config.sections import SamplingConfig
 from echo2.config.values import NO_SLOT_LIMIT
 from echo2.core.errors import PeerError, UserError
 from echo2.core.printable import printable, printable_lines
-from echo2.core.types import GroupRef, SnapshotRef
+from echo2.core.types import GroupRef, SamplingFailure, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.decide.groups import FAILURES
 from echo2.head.fleet.decide.widths import GROWTH
 from echo2.head.fleet.decide.workers import adapts
 from echo2.head.serve import claims
@@ -192,7 +193,7 @@ class Service:
         return connection
 
     async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.ReportReply:
-        """Keep what a worker says of itself. Answer when to report again."""
+        """Keep what a worker says of itself. Answer when to report again, and if it is of no use, why."""
         connection, installed = self._connection(peer), _installed(report)
         if not 0 <= report.pause_seconds <= DURATION_SECONDS_MAX:
             raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
@@ -213,7 +214,9 @@ class Service:
             await self._head.events.tell(ev.WorkerReported(peer.peer_id, installed, report.refused))
         else:
             self._head.events.seen(peer.peer_id)
-        return wire.ReportReply(heartbeat_seconds=self._head.planner.fleet.report_seconds)
+        planner = self._head.planner
+        of_no_use = planner.why_of_no_use(peer.peer_id)
+        return wire.ReportReply(heartbeat_seconds=planner.fleet.report_seconds, of_no_use=of_no_use)
 
     async def leave(self, peer: Peer, _: wire.Empty) -> wire.Empty:
         """Remove a worker that its owner ends. Other workers get its leases at once."""
@@ -224,11 +227,12 @@ class Service:
     async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
         lease_id = messages.whole_number("lease_id", failed.lease_id)
         claims.check_not_expelled(self._head, peer.peer_id)
-        word = failed.reason if failed.reason.isidentifier() and len(failed.reason) <= 50 else "unspecified"
+        known = (one for one in FAILURES if one == failed.reason)
+        reason: SamplingFailure = next(known, "engine_failed")
         first, _, rest = failed.detail.partition("\n")
         detail, worker = printable(first, DETAIL_CHARS_MAX), self._head.planner.fleet.get(peer.peer_id)
         traceback = printable_lines(rest, TRACEBACK_CHARS) if worker is not None and worker.is_own else ""
-        await self._head.events.tell(ev.LeaseFailed(peer.peer_id, lease_id, word, detail, traceback))
+        await self._head.events.tell(ev.LeaseFailed(peer.peer_id, lease_id, reason, detail, traceback))
         return wire.Empty()
 
     async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:

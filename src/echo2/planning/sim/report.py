@@ -9,13 +9,16 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from echo2.core.errors import InvariantError
+from echo2.core.errors import InvariantError, counted
 from echo2.core.types import SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import UNINFORMATIVE, PlannedGroup
 from echo2.head.decide.planner import Planner
 from echo2.planning.sim.scenario import Scenario
+
+#: Workers of no use whose reasons a report shows.
+USELESS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class History:
     digests      the weights of each snapshot, as the learner published them
     idle_worker_seconds, worker_seconds
                  the active workers' time without a lease, and all of their time
+    of_no_use    workers that hardly got a group at last, and why
     """
 
     lives: list[list[tuple[ev.Event, float, list[do.Command]]]] = field(default_factory=list)
@@ -90,6 +94,7 @@ class History:
     peer_bytes: int = 0
     given_up: Counter[str] = field(default_factory=Counter)
     digests: dict[SnapshotRef, bytes] = field(default_factory=dict)
+    of_no_use: dict[str, str] = field(default_factory=dict)
     weights: str = ""
     ended: str = ""
 
@@ -141,7 +146,8 @@ class Report:
     without the cold start. `usd` is the cost of workers, `learner_usd` of the learner, both over the whole run.
     `usd_per_step`: the run's mean cost per second times `step_seconds`. `broadcast_seconds`: the median time from a
     publication until 1 / 1.1 of the active workers had it (0: no broadcast got so far). `idle_workers`: share of the
-    active workers' time without a lease. `history`: the counts behind the numbers.
+    active workers' time without a lease. `of_no_use`: workers that hardly got a group at last, and why. `history`: the
+    counts behind the numbers.
     """
 
     name: str
@@ -165,6 +171,7 @@ class Report:
     broadcast_seconds: float
     idle_workers: float
     max_workers: int
+    of_no_use: dict[str, str]
     origin_bytes: int
     history: History
 
@@ -201,7 +208,13 @@ class Report:
             f"  shipped     {self.origin_bytes / 1e9:.2f} GB of snapshots from the head",
             f"  cost        {dollars}, ${self.usd_per_step:.4f} a step",
         ]
-        return "\n".join(lines)
+        return "\n".join(lines + self.useless_lines())
+
+    def useless_lines(self) -> list[str]:
+        """Return a line for each of the first workers that are of no use, and the number of the others."""
+        lines = [f"  of no use   {name}: {why}" for name, why in list(self.of_no_use.items())[:USELESS_SHOWN]]
+        more = len(self.of_no_use) - USELESS_SHOWN
+        return [*lines, f"  of no use   and {counted(more, 'other worker')}"] if more > 0 else lines
 
 
 def make_report(scenario: Scenario, seed: int, history: History, seconds: float, num_events: int) -> Report:
@@ -231,6 +244,7 @@ def make_report(scenario: Scenario, seed: int, history: History, seconds: float,
         usd_per_step=(history.usd + history.learner_usd) / seconds * step_seconds if seconds else 0.0,
         broadcast_seconds=statistics.median(history.broadcasts) if history.broadcasts else 0.0,
         idle_workers=history.idle_worker_seconds / history.worker_seconds if history.worker_seconds else 0.0,
+        of_no_use=history.of_no_use,
         max_workers=max((attending for _, attending, _ in history.fleet), default=0),
         origin_bytes=history.origin_bytes,
         history=history,

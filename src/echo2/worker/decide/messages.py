@@ -12,7 +12,7 @@ from echo2.core.decide.machine import Command as Command  # part of this module'
 from echo2.core.decide.machine import Event as _Event
 from echo2.core.decide.machine import Tick as Tick  # part of this module's vocabulary, too
 from echo2.core.decide.machine import WakeAt as WakeAt
-from echo2.core.types import Lease, PayloadId, SnapshotRef
+from echo2.core.types import Lease, PayloadId, SamplingFailure, SnapshotRef
 
 
 class SchedulerEvent(_Event):
@@ -116,10 +116,10 @@ class GroupProduced(SchedulerEvent):
 
 
 class LeaseAbandoned(SchedulerEvent):
-    """This lease can't give a group. `failure` as in `groups.FAILURES`."""
+    """This lease can't give a group."""
 
     lease_id: int
-    failure: str
+    failure: SamplingFailure
     detail: str
 
 
@@ -194,10 +194,10 @@ class Deliver(Command):
 
 
 class FailLease(Command):
-    """Tell the head that this lease gives no result. `failure` as in `groups.FAILURES`."""
+    """Tell the head that this lease gives no result."""
 
     lease_id: int
-    failure: str
+    failure: SamplingFailure
 
 
 class ReportInstalled(Command):

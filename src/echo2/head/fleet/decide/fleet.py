@@ -3,9 +3,6 @@ lost, and which gets work next.
 
 A change of one worker never costs a scan of all: `file` indexes a worker for `granting` by the snapshot that it has
 installed, because workers with the same snapshot may sample the same steps.
-
-How fast a worker samples is measured over the time in which it holds leases, weighted by the share of slots in use, so
-that a worker without work, or with little, does not look slow.
 """
 
 from __future__ import annotations
@@ -17,12 +14,9 @@ from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.types import Backoff, SnapshotRef
 from echo2.head.decide.groups import Standing
 from echo2.head.fleet.decide.returns import Returns
+from echo2.head.fleet.decide.throughput import Throughput
 from echo2.head.fleet.decide.widths import Spreads, Width
 
-#: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
-BATCHES_PER_RATE = 4
-#: Weight of a new rate in the running mean.
-NEW_RATE = 0.5
 #: Placeholder ticket of a worker whose leases outlived a restart of the head, until the worker comes back.
 UNKNOWN = "unknown"
 #: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
@@ -30,6 +24,9 @@ REST_SECONDS = Backoff(1.0, 60.0)
 #: Likewise, as multiples of the usual time from lease to result, of a worker whose groups others sampled sooner
 #: although they began later: a try costs another worker one group.
 LATE_REST = Backoff(2.0, 128.0)
+#: Snapshots in a row that a worker installed too late for any group, after which it counts as outrun: the first is
+#: whole, and the next may come in a busy moment.
+LATE_INSTALLS = 3
 #: Reports that the head takes from all workers together: the more there are, the less often each reports. A report
 #: takes a millisecond of the head; who works is heard by its results, whose machine is gone the kernel tells, and a
 #: group at a worker that hangs goes to another when it is late.
@@ -49,69 +46,6 @@ Place = tuple[int, Kind]
 
 
 @dataclass(slots=True)
-class Throughput:
-    """`rate`: rollouts per second while the worker has work, 0 until measured, and its variance. `num_unmeasured`:
-    samples that it had when it joined: they began earlier and do not count. `num_done`: samples since the last
-    measurement; `share`: of its slots that are in use, since `busy_since`, with `busy_before` seconds before that.
-    """
-
-    rate: float = 0.0
-    variance: float = 0.0
-    num_unmeasured: int = 0
-    num_done: int = 0
-    share: float = 0.0
-    busy_before: float = 0.0
-    busy_since: float | None = None
-
-    def busy_seconds(self, now: float) -> float:
-        """Seconds for which the worker was busy since its rate was last measured, weighted by the share of slots."""
-        return self.busy_before + ((now - self.busy_since) * self.share if self.busy_since is not None else 0)
-
-    def use(self, num_samples: int, num_slots: int, now: float) -> None:
-        self.busy_before = self.busy_seconds(now)
-        self.share = min(1.0, num_samples / num_slots)
-        self.busy_since = now if num_samples else None
-
-    def carry(self, num_samples: int) -> None:
-        self.num_unmeasured += num_samples
-
-    def deliver(self, num_samples: int, samples_per_batch: int, num_left: int, now: float) -> float:
-        """Record delivered samples. Return the seconds of a batch if the rate was measured, else 0. `num_left`: samples
-        that the worker still has under way where slots are refilled one by one, else 0.
-        """
-        batch_seconds = 0.0
-        if self.num_unmeasured > 0:
-            self.num_unmeasured -= num_samples
-        else:
-            self.num_done += num_samples
-            if self.num_done < (BATCHES_PER_RATE if self.rate else 1) * samples_per_batch:
-                return 0.0
-            seconds = self.busy_seconds(now)
-            if seconds > 0:
-                # At first, slots started empty and their content is now half done on average; later both cancel out.
-                begun = 0.0 if self.rate else min(num_left, samples_per_batch) / 2
-                self._measure((self.num_done + begun) / seconds)
-                batch_seconds = seconds * samples_per_batch / self.num_done
-        self.num_done, self.busy_before = 0, 0.0
-        self.busy_since = None if self.busy_since is None else now
-        return batch_seconds
-
-    def _measure(self, rate: float) -> None:
-        is_measured, difference = self.rate > 0, rate - self.rate
-        self.rate += difference * (NEW_RATE if is_measured else 1.0)
-        if is_measured:
-            self.variance = (1 - NEW_RATE) * (self.variance + NEW_RATE * difference**2)
-
-    def current(self, assumed_rate: float, samples_per_batch: int, now: float) -> float:
-        """Rollouts per second: as measured or assumed, or less if the current work already takes longer than that. A
-        measured worker may have one batch and part of another in progress; one without results is at its first.
-        """
-        rate, seconds = self.rate or assumed_rate, self.busy_seconds(now)
-        under_way = (2 if self.rate else 1) * samples_per_batch
-        return min(rate, (self.num_done + under_way) / seconds) if seconds > 0 else rate
-
-
-@dataclass(slots=True)
 class Worker:
     """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
     begins a step (`pacing.WidthSearch`), or after it was too slow, until one of them is delivered; None: no limit.
@@ -120,7 +54,8 @@ class Worker:
     from which its machine was rented; `returned`: the machine is being returned. `samples`: leased to it and not
     delivered yet. `refused`: the snapshot that it could not install, and why. `draws`: its engine draws from the head's
     random numbers; `form`: to which it rounds its weights; `rounds`: it can check such weights. `width`: how many
-    groups it decodes at once; None: as many as fill its slots.
+    groups it decodes at once; None: as many as fill its slots. `late_installs`: snapshots in a row that it had too late
+    for any group; the learner was `steps_behind` steps ahead of them at most.
     """
 
     worker_id: str
@@ -146,6 +81,8 @@ class Worker:
     rounds: bool = False
     width: Width | None = None
     announced: SnapshotRef | None = None
+    late_installs: int = 0
+    steps_behind: int = 0
 
     def can_check(self, form: str = "") -> bool:
         """Whether its engine can check rollouts that were drawn with weights in this form."""
@@ -159,6 +96,11 @@ class Worker:
     def receives(self) -> SnapshotRef | None:
         """The snapshot that it was told of last, while it has not installed it, nor refused to."""
         return None if self.refused or self.announced == self.installed else self.announced
+
+    @property
+    def is_outrun(self) -> bool:
+        """Whether the learner is always ahead of what it may sample by the time that it has new weights."""
+        return self.late_installs >= LATE_INSTALLS
 
     @property
     def detached(self) -> bool:
@@ -254,6 +196,14 @@ class Fleet:
         if is_new:
             self.file(worker)
         return is_new
+
+    def came_in(self, worker: Worker, steps_behind: int, is_late: bool) -> None:
+        """Record that a worker has a new snapshot, with the learner so many steps ahead of it. `is_late`: no group is
+        left that it could sample.
+        """
+        worker.steps_behind = max(steps_behind, worker.steps_behind if worker.late_installs else 0)
+        worker.late_installs = worker.late_installs + 1 if is_late else 0
+        self.file(worker)
 
     def tell(self, worker_ids: Iterable[str], ref: SnapshotRef) -> None:
         """Record that these workers hear of a snapshot, which they are to fetch."""
@@ -395,7 +345,7 @@ class Fleet:
 
     def share(self, worker: Worker) -> int:
         """Return how many groups this worker, if it is active, takes of those that are there for all."""
-        if self.is_resting(worker):
+        if self.is_resting(worker) or worker.is_outrun:
             return 0
         return 1 if self.is_on_trial(worker) else self.at_once(worker)
 
@@ -423,6 +373,7 @@ class Fleet:
 
     def take(self, worker: Worker, lease_id: int, now: float) -> None:
         """Record that the worker got a lease."""
+        worker.late_installs = 0
         if worker.width is not None:
             worker.width.take(lease_id, now)
 

@@ -11,7 +11,8 @@ from echo2.head.decide import events as ev
 from echo2.head.decide import granting
 from echo2.head.decide.results import end_lease
 from echo2.head.decide.state import PlannerState
-from echo2.head.fleet.decide.fleet import Throughput, Worker
+from echo2.head.fleet.decide.fleet import Worker
+from echo2.head.fleet.decide.throughput import Throughput
 from echo2.head.fleet.decide.widths import GROWTH, Width
 from echo2.head.strangers.decide import strangers
 
@@ -191,7 +192,24 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
         announce_newest(state, "newest when the worker had the one that was held for it", (worker.worker_id,))
     if is_new and installed is not None and not worker.standby:
         state.measurements.installed(installed, state.fleet.num_active, now)
+        counts = state.snapshots.has(installed) or installed.lineage == state.training.lineage
+        if counts and not state.options.deterministic:
+            behind = state.training.version - installed.version
+            state.fleet.came_in(worker, behind, _is_too_late(state, installed, behind))
     return is_new
+
+
+def _is_too_late(state: PlannerState, installed: SnapshotRef, steps_behind: int) -> bool:
+    """Whether the steps that a snapshot may sample are over, or all sampled while the learner trains the last of them.
+    Earlier than that it is no wonder that none is left: others had the snapshot, too, and suffice.
+    """
+    options = state.options
+    if steps_behind < max(1, options.max_staleness) or state.training.version >= options.max_steps:
+        return False
+    last = min(granting.last_step(state, installed), options.max_steps - 1)
+    pending = state.groups.first_pending()
+    is_queued = pending is not None and pending[0] <= last
+    return not is_queued and all(granting.room(state, step) <= 0 for step in range(state.training.version, last + 1))
 
 
 def stand_by(state: PlannerState, worker: Worker, now: float) -> None:
