@@ -4,13 +4,15 @@ groups, and cheats (of llama.cpp's engines). Their speed: `engine_speed.py`.
     make bench-rounded_weights ARGS='[--model DIR] [--parts honest,cheats] [--groups 64] [--threads 1]'
     make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts honest'    # on a Mac
     make bench-rounded_weights ARGS='--parts alarms --groups 1000 --cheats 128 --minutes 60 [--dtype bfloat16]'
+    make bench-rounded_weights ARGS='--parts pairs --engines compact,transformers,mlx --checkers transformers,mlx'
 
 The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until the head finds
 one where 1, 2 or 5 % are checked: as many groups as the minutes allow. `compact` and `mlx` may be among its engines.
+The part `pairs` has the same honest groups of each engine checked by each of `--checkers`.
 
 Needs `pip install 'echo2[llamacpp]'`, or `'echo2[mlx]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are
-checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
-With `--device auto`, an engine may use a GPU.
+checked by `compact`, which rounds the same snapshot, if not by others (`pairs`). `--model`: a directory with
+model.safetensors and tokenizer.json. With `--device auto`, an engine may use a GPU.
 """
 
 from __future__ import annotations
@@ -198,6 +200,26 @@ async def alarms(model: Path, options: argparse.Namespace, forms: Mapping[str, s
     return [{"engine": name, "says": forms[name], "what": what, **of.row()} for (name, what), of in counts.items()]
 
 
+async def pairs(model: Path, options: argparse.Namespace, forms: Mapping[str, str]) -> list[dict[str, Any]]:
+    """How far honest groups of each engine are from what each checker reads. `compact` alone reads rounded weights."""
+    held, texts, rows = snapshot(model, dtype=options.dtype), prompts(model), list[dict[str, Any]]()
+    checkers: dict[str, Any] = {name: make_engine(name, "cpu", 32) for name in options.checkers.split(",")}
+    for checker in checkers.values():
+        await checker.update_weights(held)
+    for name, form in forms.items():
+        found = {by: Found() for by in checkers if not form or by == "compact"}
+        for number in range(200_000, 200_000 + options.groups, options.together):
+            numbers = range(number, number + options.together)
+            asked = [leased(texts[at % len(texts)], at, options.tokens) for at in numbers]
+            groups = await groups_of(name, held, asked, options.device)
+            for by, of in found.items():
+                for verdict in await judged(checkers[by], asked, groups, form):
+                    of.add(verdict)
+        rows += [{"engine": name, "says": form, "checker": by, **of.row()} for by, of in found.items()]
+        print(*rows[-len(found) :], sep="\n", flush=True)
+    return rows
+
+
 class Found:
     """What the checks of one ticket come to: each group alone, or, as the head judges it, together with the groups that
     were checked before (`Trust.with_tokens`)."""
@@ -275,12 +297,17 @@ def main() -> None:
     parser.add_argument("--parts", default="honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--cheats", type=int, default=64, help="groups of each cheat (alarms)")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rollout, at most (alarms)")
-    parser.add_argument("--together", type=int, default=TOGETHER, help="groups that are sampled together (alarms)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a rollout, at most (alarms, pairs)")
+    parser.add_argument(
+        "--together", type=int, default=TOGETHER, help="groups that are sampled together (alarms, pairs)"
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16"), help="of the snapshot (alarms)")
+    parser.add_argument(
+        "--dtype", default="", choices=("", "float32", "bfloat16"), help="of the snapshot (alarms, pairs)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engines", default=",".join(LLAMACPP_FORMS))
+    parser.add_argument("--checkers", default="compact", help="engines (pairs)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -295,6 +322,8 @@ def main() -> None:
     if "alarms" in options.parts:
         figures["alarms"] = asyncio.run(alarms(options.model, options, forms))
         print(json.dumps(figures["alarms"], indent=1), flush=True)
+    if "pairs" in options.parts:
+        figures["pairs"] = asyncio.run(pairs(options.model, options, forms))
     print("saved to", save("rounded_weights", figures, options.out))
 
 

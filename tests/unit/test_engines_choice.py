@@ -117,6 +117,25 @@ def test_a_start_says_which_strangers_the_run_s_engine_cannot_check(
     assert re.search(told, said) if told else not said, said
 
 
+@pytest.mark.parametrize(
+    ("changes", "stored", "is_told"),
+    [
+        ({"model": {"snapshot_dtype": "bfloat16"}}, "float32", True),
+        ({"lora": {"rank": 4}}, "bfloat16", True),
+        ({}, "bfloat16", False),  # all weights are trained: they are sent in float32
+        ({"model": {"snapshot_dtype": "bfloat16"}, "learner": {"routing_replay": True}}, "bfloat16", False),
+    ],
+)
+def test_a_start_says_that_a_mixture_in_16_bits_is_checked_wrongly_without_routes(
+    changes: dict[str, Any], stored: str, is_told: bool
+) -> None:
+    mixture = {**GEMMA, "model_type": "qwen3_moe", "num_experts": 4, "dtype": stored}
+    config = build(changes, "my.toml")
+    said = unchecked(config, mixture, chosen(config, mixture, ()))
+    assert ("learner.routing_replay = true" in said) == is_told
+    assert not unchecked(config, GEMMA, chosen(config, GEMMA, ()))
+
+
 def test_a_start_with_vllm_warns_that_strangers_are_not_checked() -> None:
     for require_checks in (True, False):
         config = build({"workers": {"require_checks": require_checks}}, "my.toml")

@@ -1,4 +1,4 @@
-"""The routes of a mixture, as a token server returns them: against the stand-in for vLLM."""
+"""The routes of a mixture, as a token server returns them, and what is not asked of vLLM: against its stand-in."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import vllm_standin
 from echo2.config.values import ServerPlace
 from echo2.core.errors import PeerError, UserError
+from echo2.core.types import TensorBytes
 from echo2.engines.engine import Engine
 from echo2.engines.registry import make_engine
 from echo2.engines.servers import vllm
@@ -96,3 +97,29 @@ def test_a_mixture_is_refused_on_a_cpu(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"experts wrongly.*workers\.engine = \"transformers\""):
         asyncio.run(engine.update_weights(snapshot(1, files={"config.json": MIXTURE_CONFIG})))
     asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("argument", ["--quantization=fp8", "--quantization_config={}", "-q"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "said"),
+    [
+        ("cpu", "F32", "On a CPU, no quantisation of vLLM.*leave --quantization out.*llamacpp-q8_0"),
+        ("cpu", "BF16", "On a CPU, no quantisation of vLLM"),
+        ("cuda:0", "F32", r'publishes float32: set model\.snapshot_dtype = "bfloat16"'),
+        ("cuda:0", "BF16", "--engine-python /nowhere/python"),  # it would be started
+    ],
+)
+def test_weights_are_rounded_only_where_vllm_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, device: str, dtype: str, said: str
+) -> None:
+    """Refused before a process is started, so before a lease is taken. What vLLM does: `tests/foreign/test_vllm.py`."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    place = ServerPlace("/nowhere/python", "", ("--max-model-len", "64", argument, "fp8"), tmp_path / "models")
+    tensors = {"model.embed_tokens.weight": TensorBytes(dtype, (4,), bytes(16 if dtype == "F32" else 8))}
+
+    async def start() -> None:
+        async with closing(make_engine("vllm", device, 8, place)) as engine:
+            await engine.update_weights(snapshot(10, tensors=tensors))
+
+    with pytest.raises(UserError, match=said):
+        asyncio.run(start())

@@ -466,6 +466,8 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, python: str) -> Non
 
     with pytest.raises(UserError, match=r"status 1.*ValueError: no kernel for head_dim 24"):
         asyncio.run(start(python, "--wrong", "dies at start"))
+    with pytest.raises(UserError, match=r"answered 500: .*as the test wants.*Its log \S+/models.log says: "):
+        asyncio.run(start(python, "--wrong", "refuses /inference/v1/generate"))  # its computing process has died
     with pytest.raises(UserError, match=r"--engine-python /nowhere/python"):
         asyncio.run(start("/nowhere/python"))
     with pytest.raises(UserError, match="No module named"):

@@ -23,6 +23,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import Hardware
 from echo2.engines import forms
 from echo2.engines import registry as engines
+from echo2.engines.registry import EngineChoice
 from echo2.learner.decide.memory import FORM_BITS, GB
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.planning.gpus import GPUS
@@ -32,7 +33,7 @@ from echo2.worker import joining
 from echo2.worker.at_home import SESSION_NICE, Delivered, Measurement, OwnersPrograms, attended_at_home
 from echo2.worker.decide.home import SLOTS_MIN, EngineCandidate, SamplingNeed, choose, slots_in
 from echo2.worker.worker_process import WorkerOptions
-from head_cases import OpenHead, rows, settings
+from head_cases import OpenHead, rows, settings, until
 from memory_links import MemoryLink
 from test_head_joining import stranger_of
 
@@ -252,6 +253,25 @@ def test_the_line_about_the_choice_names_the_engine_that_auto_takes(
     assert re.match(
         r"engine auto, \d+ rollouts at once: compact, since it knows qwen3 models; it needs .* of .* GB", line
     )
+
+
+@pytest.mark.parametrize(("inside", "can_check"), [("compact", True), ("transformers", False), ("mlx", False)])
+def test_the_head_counts_a_machine_whose_auto_reads_no_rounded_weights_as_no_checker_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str, can_check: bool
+) -> None:
+    """As on a Mac that takes MLX. It would be given each such check, and answer that it knows no form."""
+    monkeypatch.setattr(joining, "this_machine", lambda: Hardware(64 * GB))
+    monkeypatch.setattr(engines, "in_worker", lambda config: EngineChoice(inside, "the test says so"))
+
+    async def scenario() -> None:
+        async with open_run(tmp_path, {"forms": ["q8_0"]}) as open_head:
+            found = await settled(open_head, open_head.peer("w"), WorkerOptions())
+            async with open_head.attending("w", engine=found.engine) as leases:
+                await until(lambda: leases)
+                (worker,) = open_head.head.planner.fleet.own()
+                assert (worker.can_check(), worker.can_check("q8_0")) == (True, can_check)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from echo2.config.values import (
     ServerPlace,
     refuse_unknown_engine,
 )
+from echo2.core.decide.model_config import num_experts, text_part
 from echo2.core.devices import this_machine
 from echo2.core.errors import LinkError, UserError
 from echo2.core.types import Snapshot
@@ -145,7 +146,20 @@ def unchecked(config: Config, model: Mapping[str, Any] | None, own: EngineChoice
             f"{forms} the run's engine, {name}, checks no rollouts of rounded weights. Unless a machine of yours is "
             f"started with --engine compact, new strangers that round {none}."
         )
+    if model is not None and not config.learner.routing_replay and _is_mixture_in_16_bits(config, model):
+        return (
+            "in 16 bits, a machine that checks rollouts of a mixture chooses other experts than their worker did, and "
+            "calls honest ones wrong (2 of 4 groups of a tiny one). Set learner.routing_replay = true before you "
+            "invite strangers."
+        )
     return ""
+
+
+def _is_mixture_in_16_bits(config: Config, model: Mapping[str, Any]) -> bool:
+    values = text_part(model)
+    stored = values.get("dtype") or values.get("torch_dtype")
+    is_half = config.model.snapshot_dtype == "bfloat16" or (config.lora.rank > 0 and stored in ("bfloat16", "float16"))
+    return is_half and num_experts(values) > 0
 
 
 def obstacle(engine: str, model: Mapping[str, Any]) -> str:

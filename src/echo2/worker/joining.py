@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from echo2.config.values import AUTO, FORMS
+from echo2.config.values import AUTO, FORMS, ROUNDING_ENGINES
 from echo2.core.devices import limit_memory, this_machine
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.retries import Retries
@@ -118,7 +118,10 @@ def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> WorkerC
     if choice.engine != AUTO:
         return choice
     inside = engines.in_worker(config)
-    return replace(choice, why=f"{inside.name}, since {inside.why}; {choice.why}")
+    if inside.name in ROUNDING_ENGINES:
+        return replace(choice, why=f"{inside.name}, since {inside.why}; {choice.why}")
+    # The head takes "auto" for an engine that reads rounded weights: it would wait for checks that never come.
+    return replace(choice, engine=inside.name, why=f"{inside.why}; {choice.why}")
 
 
 def given_bytes(options: WorkerOptions) -> tuple[int, int]:

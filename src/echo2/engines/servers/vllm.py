@@ -55,6 +55,8 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 ADAPTER = "policy"
 #: The maximum LoRA ranks that vLLM supports.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: Arguments by which a server rounds its weights.
+ROUNDING_ARGUMENTS = ("--quantization", "-q", "--quantization-config")
 #: Size limits of an answer in bytes: for each token, and for each candidate token in its place.
 TOKEN_BYTES, CANDIDATE_BYTES = 512, 128
 VARIABLES = {
@@ -189,11 +191,17 @@ class VllmServer:
         else:
             if not self._on_gpu:
                 _refuse_mixture(model)
+            _refuse_rounding(self._place.arguments, model, self._on_gpu)
             await self._start_process(model)
             if model.adapter is not None:
                 await self._load_adapter(model, model.adapter)
             await self._call("/update_weight_version", {"new_version": model.label}, LOAD_SECONDS)
-        await self._look_at_abilities(model)
+        try:
+            await self._look_at_abilities(model)
+        except PeerError as error:
+            if self._process is None:
+                raise
+            raise PeerError(error.reason, f"{error.detail}. {self._process.last_words()}") from error
         cards = decode(await self._call("/v1/models", None, CHECK_SECONDS, "GET"), _Cards)
         lengths = [card.max_model_len or model.max_positions for card in cards.data]
         if model.has_two_ropes and max(lengths) > model.max_positions:
@@ -403,6 +411,22 @@ def _refuse_mixture(model: ServedModel) -> None:
         raise UserError(
             "On a CPU, vLLM reloads a mixture's experts wrongly and has no adapters over them, so this worker would "
             'sample from another model after the first step. Set workers.engine = "transformers".'
+        )
+
+
+def _refuse_rounding(arguments: Sequence[str], model: ServedModel, on_gpu: bool) -> None:
+    """Raise UserError: the server is to round its weights, and vLLM 0.32 cannot do that here (docs/engines.md)."""
+    if not any(one.partition("=")[0].replace("_", "-") in ROUNDING_ARGUMENTS for one in arguments):
+        return
+    if not on_gpu:
+        raise UserError(
+            "On a CPU, no quantisation of vLLM 0.32 works for a worker: leave --quantization out of --engine-args. "
+            "The engine llamacpp-q8_0 rounds weights there."
+        )
+    if model.dtype == "float32":
+        raise UserError(
+            "vLLM rounds weights of 16 bits alone, and this run publishes float32: set model.snapshot_dtype = "
+            '"bfloat16", or leave --quantization out of --engine-args.'
         )
 
 
