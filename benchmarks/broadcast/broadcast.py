@@ -63,7 +63,7 @@ def plan(wanted: Sequence[Scenario], options: argparse.Namespace) -> Iterator[tu
 
 
 def measure(trials: Sequence[tuple[int, Scenario, Setup]], num_bytes: int, num_broadcasts: int = 1) -> Rounds:
-    """All trials in turn; one that fails is told of, and the rest goes on."""
+    """All trials in turn; one that fails is told of, and the rest goes on. Who stops it has what was measured so far."""
     rounds, refused = Rounds(), set()
     for at, (number, scenario, chosen_setup) in enumerate(trials):
         if scenario.congestion in refused:
@@ -82,6 +82,9 @@ def measure(trials: Sequence[tuple[int, Scenario, Setup]], num_bytes: int, num_b
             refused.add(scenario.congestion)
             rounds.fail(number, scenario.name, chosen_setup.name, str(error))
             progress(f"{scenario.congestion}: not here: {error}")
+        except (KeyboardInterrupt, SystemExit):  # as by SIGTERM
+            progress(f"[{at + 1}/{len(trials)}] stopped")
+            break
     return rounds
 
 
