@@ -63,7 +63,7 @@ def plan(wanted: Sequence[Scenario], options: argparse.Namespace) -> Iterator[tu
 
 
 def measure(trials: Sequence[tuple[int, Scenario, Setup]], num_bytes: int, num_broadcasts: int = 1) -> Rounds:
-    """All trials in turn; one that fails is told of, and the rest goes on. Who stops it has what was measured so far."""
+    """All trials in turn; one that fails is told of, and the rest goes on. When stopped, it keeps what was measured."""
     rounds, refused = Rounds(), set()
     for at, (number, scenario, chosen_setup) in enumerate(trials):
         if scenario.congestion in refused:
