@@ -77,6 +77,21 @@ def held_bytes(*tensors: Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+def test_tensors_in_many_objects_with_slots_are_all_found() -> None:
+    """A list of an object's slots, which lives for a moment, had the address of the one before, and passed for seen."""
+
+    class Holder:
+        __slots__ = ("tensor",)
+
+        def __init__(self) -> None:
+            self.tensor = torch.ones(3)
+
+    holders = [Holder() for _ in range(100)]
+    parked = Parked(CPU, holders)
+    assert held_bytes(*(one.tensor for one in holders)) == 0
+    parked.fetch()
+
+
 def test_tensors_return_unchanged_with_all_references_to_them() -> None:
     weight = torch.nn.Parameter(torch.randn(64, 32))
     weight.grad = torch.randn(64, 32)

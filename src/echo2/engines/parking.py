@@ -29,7 +29,7 @@ class Parked:
         self._device = device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # streams beside this thread's, too
-        memories = {one.data_ptr(): one for one in map(_memory, _tensors(holders, set())) if one is not None}
+        memories = {one.data_ptr(): one for one in map(_memory, _tensors(holders, {})) if one is not None}
         self._copies = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
         try:
             for memory in memories.values():
@@ -74,11 +74,13 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage()
 
 
-def _tensors(holder: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors that an object refers to, and their gradients."""
+def _tensors(holder: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an object refers to, and their gradients. `seen`: objects by id, and alive, for another
+    one could get the id of one that is gone.
+    """
     if isinstance(holder, PASSED_OVER) or id(holder) in seen:
         return
-    seen.add(id(holder))
+    seen[id(holder)] = holder
     if isinstance(holder, Tensor):
         yield holder
         if holder.grad is not None:
