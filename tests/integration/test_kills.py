@@ -14,7 +14,7 @@ from mixture_cases import mixture
 from real_runs import STUCK_SECONDS, Run, is_running, pause
 from rollout_cases import tokenizer_files
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 #: So many that the last kills find a run that goes on: the status that tells of a step may be half a second old.
 STEPS = 32
 

@@ -304,6 +304,7 @@ def search_all(these: Iterable[int]) -> None:
         print(scenario.__name__, "held", flush=True)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
 def test_whatever_fails_with_real_models_everything_ends_and_somebody_hears(scenario: Any) -> None:
     look(scenario, SCENARIOS[scenario][0])

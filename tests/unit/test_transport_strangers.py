@@ -95,10 +95,15 @@ def test_endless_bodies_of_other_tickets_delay_no_one_else(
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "items",
+    [[wire.Delivery(group={"prompt_tokens": bytes(8 << 20)})], [wire.Delivery()] * (1 << 15)],
+    ids=["bytes", "parts"],
+)
 def test_a_body_counts_until_its_handler_is_done(
-    identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    items: list[wire.Delivery], identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bodies that were read and wait in a slow handler are memory, too."""
+    """Bodies that were read and wait in a slow handler are memory, too, and so is what their parts became."""
     monkeypatch.setattr(budgets, "UNREAD_SECONDS", 1e9)  # nothing is forgotten during the test
 
     async def scenario() -> None:
@@ -113,10 +118,9 @@ def test_a_body_counts_until_its_handler_is_done(
         server = GrpcServer(LOOPBACK, 0, identity, {**Desk().handlers(), "Deliver": slow})
         port = await server.start()
         own = Party(peer_id, unread=limits.UNREAD_PER_PEER_MAX)
-        body = wire.Deliveries(items=[wire.Delivery(group={"prompt_tokens": bytes(8 << 20)})])
         async with linked(port, credentials) as link:
             await report(link)  # from now on it is known whose bytes come
-            calling = asyncio.ensure_future(link.call("Deliver", body, SECONDS))
+            calling = asyncio.ensure_future(link.call("Deliver", wire.Deliveries(items=items), SECONDS))
             await held.wait()
             assert server._budgets.unread(own) > 7 << 20
             go_on.set()

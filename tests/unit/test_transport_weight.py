@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from collections.abc import Mapping
@@ -20,14 +19,13 @@ from hypothesis import strategies as st
 from any_values import anything
 from door_cases import LOOPBACK, channel, enrolled, head_process, linked, peak_bytes, report
 from echo2.core.errors import PeerError
-from echo2.transport import budgets, limits
+from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import ENTRY_WEIGHT, MESSAGE_WEIGHT, METHODS, PACKED_WEIGHT, weigh
-from echo2.transport.budgets import Party
 from echo2.transport.grpc_link import GrpcNetwork
-from echo2.transport.grpc_server import SERVICE, GrpcServer
+from echo2.transport.grpc_server import SERVICE
 from echo2.transport.identity import RunIdentity
-from transport_cases import SECONDS, Desk, run
+from transport_cases import SECONDS, run
 
 MOST = 1 << 40
 
@@ -129,36 +127,6 @@ def test_a_stranger_does_not_fill_a_heads_memory_with_empty_rollouts(tmp_path: P
 
     with head_process(tmp_path / "run") as (port, pid):
         run(scenario(port, pid))
-
-
-def test_what_parts_take_counts_like_bytes_until_the_handler_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(budgets, "UNREAD_SECONDS", 1e9)  # nothing is forgotten during the test
-    identity, data = RunIdentity.create_or_load(tmp_path / "run"), parts(1 << 16)["results"]
-
-    async def scenario() -> None:
-        held, go_on = asyncio.Event(), asyncio.Event()
-
-        async def slow(_: Any, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
-            held.set()
-            await go_on.wait()
-            return wire.DeliveryReplies()
-
-        peer_id, credentials = enrolled(identity, tmp_path / "peer")
-        server = GrpcServer(LOOPBACK, 0, identity, {**Desk().handlers(), "Deliver": slow})
-        async with linked(await server.start(), credentials) as link:
-            await report(link)  # from now on it is known whose bytes come
-            calling = asyncio.ensure_future(link.call("Deliver", data, SECONDS))
-            await held.wait()
-            own = Party(peer_id, unread=limits.UNREAD_PER_PEER_MAX)
-            assert server._budgets.unread(own) >= MESSAGE_WEIGHT << 16
-            go_on.set()
-            await calling
-            assert server._budgets.unread(own) < len(data)
-        await server.stop()
-
-    run(scenario())
 
 
 def test_a_peer_answers_a_worker_with_no_more_than_a_chunk_takes(tmp_path: Path) -> None:

@@ -447,7 +447,7 @@ def _too_slow(
     all_of = f"all {count} machines together make" if count > 1 else "the one machine makes"
     if count < sum(offer.count for offer, _ in pool):
         all_of = f"{count} machines, as many as {pair[0] + 1} steps have groups, make"
-    words = left_out({name: steps for name, steps in inputs.outrun(*pair).items() if name not in names})
+    words = left_out(inputs.outrun(*pair), names)
     error = NoPlanError(
         f"The offers cannot carry the rate: {all_of} {have:.4g} rollouts/s, "
         f"{target:.4g} are needed (max_staleness = {pair[0]}, publish_every = {pair[1]}, safety factor "
@@ -457,14 +457,17 @@ def _too_slow(
     return error
 
 
-def left_out(outrun: Mapping[str, float]) -> str:
-    """Say to which offers weights travel for so many steps, and what would help; empty: there are none."""
-    if not outrun:
+def left_out(outrun: Mapping[str, float], planned: Container[str]) -> str:
+    """Say to which of the offers that are not `planned` weights travel for how many steps, and what would help; empty:
+    there are none.
+    """
+    late = {name: steps for name, steps in outrun.items() if name not in planned}
+    if not late:
         return ""
-    names = ", ".join(f"{name} ({steps:.1f} steps)" for name, steps in outrun.items())
+    names = ", ".join(f"{name} ({steps:.1f} steps)" for name, steps in late.items())
     return (
         f"{names}: new weights arrive after the steps that they may sample. max_staleness >= "
-        f"{math.ceil(min(outrun.values()))}, larger steps (schedule.groups_per_step) or faster links help"
+        f"{math.ceil(min(late.values()))}, larger steps (schedule.groups_per_step) or faster links help"
     )
 
 

@@ -184,8 +184,7 @@ def show(decision: _Decided, ranks: int, choices: list[Plan], console: Console) 
     checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
     fact = f"checks cost ${checks['checks_usd']:.2g} a step if they sample half of it; a cheat in every group is paid"
     table.add_row("strangers", f"{fact} ${checks['cheat_usd']:.2g} on average before it is found")
-    late = inputs.outrun(plan.max_staleness, plan.publish_every)
-    if words := left_out({name: steps for name, steps in late.items() if name not in plan.machines}):
+    if words := left_out(inputs.outrun(plan.max_staleness, plan.publish_every), plan.machines):
         table.add_row("left out", words)
     table.add_row("set by", f"the pace by the {plan.binds}, the number of machines by the {plan.fleet_set_by}")
     console.print(table, highlight=False)
