@@ -61,7 +61,7 @@ SEAMS = frozenset(
     }
     | {
         "echo2.transport.base",
-        "echo2.transport.door",
+        "echo2.transport.sockets",
         "echo2.transport.grpc_link",
         "echo2.transport.grpc_server",
         "echo2.transport.identity",

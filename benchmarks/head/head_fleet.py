@@ -56,13 +56,11 @@ GROUPS_PER_STEP_MIN = 32
 CHOICES = ("seconds", "join_seconds", "settle_seconds", "samples", "tokens", "batch", "sampling_seconds", "restart")
 #: Until a process of workers has imported what it needs and made its links.
 READY_SECONDS = 60.0
-#: `echo2`, to which each connection comes from an address of its own.
-ECHO2 = """
-import itertools, sys
+#: What Python runs first in the head and its gates, to which each connection comes from an address of its own.
+FIRST = """
+import itertools
 from echo2.transport import door
 door.network = lambda host, numbers=itertools.count(): f"{host} {next(numbers)}"
-from echo2.cli import main
-sys.exit(main())
 """
 #: Of the workers' processes, above the head's.
 NICE = 5
@@ -193,6 +191,12 @@ async def workers(options: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def give_addresses(directory: Path) -> None:
+    """Let each connection to the heads that are started from now on come from an address of its own."""
+    (directory / "sitecustomize.py").write_text(FIRST)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
+
+
 def enrol(directory: Path, count: int) -> None:
     """Make so many members in one write, with one key: enrolling over the wire is another benchmark."""
     identity = RunIdentity.create_or_load(RunDir(directory / "run").identity)
@@ -267,6 +271,12 @@ class Fleet:
             process.wait()
 
 
+def gates(head: head_load.RealHead) -> list[int]:
+    """The process ids of the head's gates."""
+    children = Path(f"/proc/{head.process.pid}/task/{head.process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"gate_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def attending(head: head_load.RealHead) -> int:
     with suppress(OSError, ValueError):
         return sum(one["attends"] for one in json.loads((head.run / "status.json").read_text())["workers"])
@@ -311,10 +321,11 @@ async def measure(head: head_load.RealHead, count: int, options: argparse.Namesp
         await asyncio.sleep(options.settle_seconds)
         pid, then, num_marks = head.process.pid, time.time(), len(marks)
         cpu, events = head_load.cpu_seconds(pid), head_load.num_events(head.run)
-        of_workers = fleet.cpu_seconds()
+        of_workers, of_gates = fleet.cpu_seconds(), sum(map(head_load.cpu_seconds, gates(head)))
         await asyncio.sleep(options.seconds)
         until = time.time()
         cpu, of_workers = head_load.cpu_seconds(pid) - cpu, fleet.cpu_seconds() - of_workers
+        of_gates = sum(map(head_load.cpu_seconds, gates(head))) - of_gates
         groups = sum(number for number, _ in marks[num_marks:])
         found |= {
             "head_cpu_share": cpu / (until - then),
@@ -322,6 +333,10 @@ async def measure(head: head_load.RealHead, count: int, options: argparse.Namesp
             "events_per_second": (head_load.num_events(head.run) - events) / (until - then),
             "mebibytes": head_load.mebibytes(pid),
             "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+            "gates": len(gates(head)),
+            "gates_cpu_share": of_gates / (until - then),
+            "gates_mebibytes": sum(map(head_load.mebibytes, gates(head))),
+            "gates_descriptors": [len(os.listdir(f"/proc/{gate}/fd")) for gate in gates(head)],
             "workers_cpu_share": of_workers / (until - then),
             "workers_mebibytes": fleet.mebibytes(),
             "load": os.getloadavg()[0],
@@ -397,7 +412,8 @@ def main() -> None:
         options.step = step or max(GROUPS_PER_STEP_MIN, count // 2)  # steps in advance shall not limit the workers
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             enrol(Path(folder), count)
-            head = head_load.RealHead(Path(folder), 0, options, echo2=("-c", ECHO2))
+            give_addresses(Path(folder))
+            head = head_load.RealHead(Path(folder), 0, options)
             try:
                 found = asyncio.run(measure(head, count, options))
             finally:

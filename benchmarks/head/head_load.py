@@ -279,14 +279,13 @@ def enrol(directory: Path, address: str, count: int) -> None:
 
 
 class RealHead:
-    """`echo2 head` in a directory of its own, with so many workers enrolled. `echo2`: how Python starts it."""
+    """`echo2 head` in a directory of its own, with so many workers enrolled."""
 
     def __init__(
         self,
         directory: Path,
         count: int,
         options: argparse.Namespace,
-        echo2: tuple[str, ...] = ("-m", "echo2"),
         store: str = "none",
     ) -> None:
         port = free_port()
@@ -301,7 +300,7 @@ class RealHead:
         config.write_text(CONFIG.format(model=directory / "model", port=port, store=self.store, **sizes))
         enrol(directory, self.address, count)
         self._log = open(directory / "head.log", "wb")  # noqa: SIM115 (closed with the head)
-        command = [sys.executable, *echo2, "head", str(config), "--out", str(self.run)]
+        command = [sys.executable, "-m", "echo2", "head", str(config), "--out", str(self.run)]
         if options.profile:
             command[1:1] = ["-m", "cProfile", "-o", options.profile]
         self.process = subprocess.Popen(command, stderr=self._log)

@@ -44,7 +44,7 @@ def accepted(run: Path) -> dict[int, float]:
 
 def resume(head: head_load.RealHead, place: Path) -> None:
     """Start a head in an empty directory, from the store."""
-    command = [sys.executable, "-c", head_fleet.ECHO2, "head", "--resume-from", str(place), "--out", str(head.run)]
+    command = [sys.executable, "-m", "echo2", "head", "--resume-from", str(place), "--out", str(head.run)]
     head.process = subprocess.Popen(command, stderr=head._log)
 
 
@@ -134,7 +134,8 @@ def main() -> None:
     for store in options.stores:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             head_fleet.enrol(Path(folder), options.workers)
-            head = head_load.RealHead(Path(folder), 0, options, echo2=("-c", head_fleet.ECHO2), store=store)
+            head_fleet.give_addresses(Path(folder))
+            head = head_load.RealHead(Path(folder), 0, options, store=store)
             try:
                 rows.append(asyncio.run(lose(head, options)))
             finally:

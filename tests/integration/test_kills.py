@@ -4,7 +4,11 @@ deterministic mode the weights come out as if nobody had been killed.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,39 @@ def test_killed_runs_end_with_the_weights_of_unkilled_ones(
     assert [row["step"] for row in killed.rows() if "reward/mean" in row] == list(range(1, STEPS + 1))
     calm_rewards = [row["reward/mean"] for row in calm.rows() if "reward/mean" in row]
     assert [row["reward/mean"] for row in killed.rows() if "reward/mean" in row] == calm_rewards
+
+
+def test_gates_that_are_killed_lose_nothing(tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that opens its gates for the first of its connections: the learner or a worker has it, others a gate."""
+    (tmp_path / "sitecustomize.py").write_text("from echo2.transport import gates\ngates.CROWD = 1\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    run = Run(tmp_path / "run", sort_model, "--run.max_steps", "20").start()
+    for version in (2, 5):
+        run.wait_version(version)
+        os.kill(_gates(run)[0], signal.SIGKILL)
+    run.wait_version(8)
+    orphans = _gates(run)
+    run.kill("head")
+    run.wait_version(11)
+    for pid in _gates(run):
+        os.kill(pid, signal.SIGKILL)
+    run.finish()
+    assert not any(map(is_running, orphans))
+    _check_books(run, 20 * 16, 1)
+
+
+def _gates(run: Run) -> list[int]:
+    """The head's gates, as soon as there are two."""
+    gates: list[int] = []
+    deadline = time.monotonic() + STUCK_SECONDS
+    while len(gates) < 2:
+        assert time.monotonic() < deadline, run.logs()
+        pause()
+        with suppress(OSError, KeyError):  # a head that was killed, or a child that ended meanwhile
+            head = run.pids()["head"]
+            children = Path(f"/proc/{head}/task/{head}/children").read_text().split()
+            gates = [int(pid) for pid in children if b"gate_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return gates
 
 
 def _kill_supervisor(run: Run) -> None:

@@ -30,7 +30,7 @@ from door_cases import (
 from echo2.core.addresses import network
 from echo2.core.errors import PeerError, UserError
 from echo2.transport import door as doors
-from echo2.transport import grpc_options, limits
+from echo2.transport import grpc_options, limits, sockets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcLink
 from echo2.transport.grpc_server import GrpcServer
@@ -247,13 +247,13 @@ def test_listener_that_runs_out_of_descriptors_goes_on(
             return self._listener.getsockname()
 
     made: list[Scarce] = []
-    listen = doors._listen
+    listen = sockets._listen
 
     def scarce(family: int, address: str, port: int) -> Any:
         made.append(Scarce(listen(family, address, port)))
         return made[-1]
 
-    monkeypatch.setattr(doors, "_listen", scarce)
+    monkeypatch.setattr(sockets, "_listen", scarce)
 
     async def scenario() -> None:
         credentials = enrolled(identity, tmp_path / "peer")[1]
@@ -300,7 +300,7 @@ def test_a_server_whose_stop_is_given_up_has_stopped(identity: RunIdentity, star
         if not starts:
             await server.stop()
         assert not server._server._server.is_running(), f"given up after {moments} moments"
-        assert not server._door._listeners
+        assert not server._door.listeners
         return was_given_up
 
     moments = 1  # by then it has begun
@@ -344,10 +344,10 @@ def test_invalid_port(identity: RunIdentity, port: int) -> None:
 
 def test_addresses_of_one_machine_count_as_one() -> None:
     assert network("203.0.113.5") == "203.0.113.5"
-    assert network(doors._plain("2001:db8:1:2:3::4")) == network("2001:db8:1:2::ffff")
+    assert network(sockets.plain("2001:db8:1:2:3::4")) == network("2001:db8:1:2::ffff")
     assert network("2001:db8:1:2::") != network("2001:db8:1:3::")
-    assert doors._plain("::ffff:203.0.113.5") == "203.0.113.5"
-    assert doors._plain("fe80::1%eth0") == "fe80::1"
+    assert sockets.plain("::ffff:203.0.113.5") == "203.0.113.5"
+    assert sockets.plain("fe80::1%eth0") == "fe80::1"
 
 
 def test_door_forgets_closed_connections(identity: RunIdentity, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from echo2.core.errors import LinkError, PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers
+from echo2.transport.gates import GatedServer
 from echo2.transport.grpc_link import GrpcLink, connect
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import PeerIdentity, RunIdentity
@@ -33,17 +34,24 @@ EC_PUBLIC_KEY = bytes.fromhex("06072a8648ce3d0201")  # DER of the object identif
 
 
 @asynccontextmanager
-async def head(directory: Path, handlers: Handlers) -> AsyncIterator[tuple[str, list[BaseException]]]:
+async def head(
+    directory: Path, handlers: Handlers, is_gated: bool = False
+) -> AsyncIterator[tuple[str, list[BaseException]]]:
     """A head that serves: a ticket for it, and what it has reported as its own failure."""
     identity, failures = RunIdentity.create_or_load(directory), list[BaseException]()
-    server = GrpcServer("127.0.0.1", 0, identity, handlers, failures.append)
+    server = (GatedServer if is_gated else GrpcServer)("127.0.0.1", 0, identity, handlers, failures.append)
     try:
-        yield identity.make_ticket("worker", f"127.0.0.1:{await server.start()}", 1, 1.0), failures
+        ticket = identity.make_ticket("worker", f"127.0.0.1:{await server.start()}", 1, 1.0)
+        if isinstance(server, GatedServer):
+            server.gates.open()
+            await server.gates.are_open.wait()
+        yield ticket, failures
     finally:
         await server.stop()  # waits for, or ends, what is still under way
 
 
-def test_a_caller_that_leaves_during_a_reply_is_not_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_caller_that_leaves_during_a_reply_is_not_a_failure(is_gated: bool, tmp_path: Path) -> None:
     under_way = 0
 
     async def chunks(peer: Any, request: Any) -> AsyncIterator[wire.Chunk]:
@@ -56,7 +64,7 @@ def test_a_caller_that_leaves_during_a_reply_is_not_a_failure(tmp_path: Path) ->
             under_way -= 1
 
     async def main() -> None:
-        async with head(tmp_path / "run", {"FetchChunks": chunks}) as (ticket, failures):
+        async with head(tmp_path / "run", {"FetchChunks": chunks}, is_gated) as (ticket, failures):
             for round_number in range(ROUNDS):
                 link, _ = await connect(ticket, tmp_path / "peer")
                 replies = link.stream("FetchChunks", wire.ChunkRequest())
@@ -69,9 +77,12 @@ def test_a_caller_that_leaves_during_a_reply_is_not_a_failure(tmp_path: Path) ->
     asyncio.run(main())
 
 
-def test_signing_request_with_a_key_of_an_unknown_kind_is_refused_and_no_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_signing_request_with_a_key_of_an_unknown_kind_is_refused_and_no_failure(
+    is_gated: bool, tmp_path: Path
+) -> None:
     async def main() -> None:
-        async with head(tmp_path / "run", {}) as (text, failures):
+        async with head(tmp_path / "run", {}, is_gated) as (text, failures):
             ticket = Ticket.parse(text)
             link = GrpcLink(ticket.address, ticket.credentials)
             odd = PeerIdentity(tmp_path / "peer").request().replace(EC_PUBLIC_KEY, EC_PUBLIC_KEY[:-1] + b"\x7f")

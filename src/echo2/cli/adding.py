@@ -58,7 +58,7 @@ def begin_process(name: str) -> None:
         UserError: the environment names an unknown format of logs.
     """
     from echo2.core import child, logs
-    from echo2.transport.door import raise_descriptor_limit
+    from echo2.transport.sockets import raise_descriptor_limit
 
     child.end_with_supervisor()
     raise_descriptor_limit()

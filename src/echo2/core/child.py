@@ -41,8 +41,8 @@ class ChildProcess:
     """A program that was started with `environment` (None: this process's) in `directory` (None: this process's).
 
     Its output goes to the end of `log_path` (None: to this process's stderr); with `has_pipes`, stdin and stdout are
-    pipes. `on_end` is called with its status in a thread of its own. May be used from any thread, but for `kill` after
-    `streams`.
+    pipes. It inherits `descriptors`. `on_end` is called with its status in a thread of its own. May be used from any
+    thread, but for `kill` after `streams`.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class ChildProcess:
         directory: str | None = None,
         has_pipes: bool = False,
         has_lifeline: bool = False,
+        descriptors: Sequence[int] = (),
         leads_group: bool = True,
         on_end: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -64,13 +65,13 @@ class ChildProcess:
         variables = dict(os.environ if environment is None else environment)
         with contextlib.ExitStack() as opened, contextlib.ExitStack() as failing:
             self._lifeline: IO[bytes] | None = None
-            inherited: tuple[int, ...] = ()
+            inherited = tuple(descriptors)
             if has_lifeline:
                 reading, writing = os.pipe()
                 opened.callback(os.close, reading)
                 self._lifeline = failing.enter_context(os.fdopen(writing, "wb"))
                 variables[LIFELINE_VARIABLE] = str(reading)
-                inherited = (reading,)
+                inherited += (reading,)
             output = None
             if log_path is not None:
                 logs.cut_log(log_path)

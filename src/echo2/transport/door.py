@@ -9,26 +9,21 @@ calls, knows callers by their certificates, and tells the door their names.
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import logging
-import resource
 import socket
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from echo2.core.addresses import LOOPBACK, network
 from echo2.core.background import spawn
-from echo2.core.errors import UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport.budgets import Buckets, Party
+from echo2.transport.sockets import EXHAUSTED, connections_max, listen, notice_when_gone, plain
 
 log = logging.getLogger(__name__)
 
-#: Callers that the kernel queues, and how many are accepted in one go; other connections are served in between.
-BACKLOG = 1024
+#: Connections that are accepted in one go; others are served in between.
 ACCEPTS_PER_TURN = 64
 #: Time for a new caller to send its first bytes; then it has `grpc_options.HANDSHAKE_SECONDS` for its handshake.
 FIRST_BYTES_SECONDS = 5.0
@@ -36,8 +31,6 @@ FIRST_BYTES_SECONDS = 5.0
 NAMELESS_SECONDS = 20.0
 #: Time for data in flight to reach a caller after the server has closed one connection, or all of them.
 CLOSE_SECONDS = 1.0
-#: Time until unacknowledged data closes a connection; a silent one is asked after the second time, by the kernel.
-SILENCE_SECONDS, QUIET_SECONDS = 15, 5
 #: Pause after running out of descriptors, and between two log lines about refused connections.
 PAUSE_SECONDS = 0.25
 LOG_SECONDS = 30.0
@@ -46,48 +39,17 @@ READ_BYTES = 256 << 10
 HELD_BYTES = 512 << 10
 #: First byte of a TLS handshake.
 TLS = 0x16
-#: Descriptors of a process that are kept for files, and its descriptors in all.
-FILES_MIN = 256
-DESCRIPTORS_MAX = 1 << 16
-#: For one connection: the caller's socket, and both ends of the connection to the server.
-DESCRIPTORS_PER_CONNECTION = 3
-
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-#: The host name has an address that this machine lacks, such as IPv6 where that is switched off.
-_ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
-
-
-def raise_descriptor_limit() -> int:
-    """Raise this process's descriptor limit as far as the system allows; returns the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        soft = limit
-    return DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
-
-
-def connections_max() -> int:
-    """Return how many connections leave `FILES_MIN` descriptors for files (or half of all descriptors, if less)."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
-    free = descriptors - min(FILES_MIN, descriptors // 2)
-    return max(1, min(limits.CONNECTIONS_MAX, free // DESCRIPTORS_PER_CONNECTION))
-
-
-def is_out_of_descriptors(error: BaseException) -> bool:
-    """Whether an error, or the cause of a UserError, is that no more files can be opened: a passing condition."""
-    cause = error.__cause__ if isinstance(error, UserError) else error
-    return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
 
 
 class Door:
-    """Listens on `host` and `port`; see `open`."""
+    """Listens on `host` and `port`, see `open`; or on `listeners`, which other processes share."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host, self._port = host.strip("[]"), port
+    def __init__(self, host: str, port: int, listeners: Sequence[socket.socket] = ()) -> None:
+        self._host, self._port = host, port
         self.connections_max = connections_max()
-        self._listeners: list[socket.socket] = []
+        self.listeners, self._rests = list(listeners), False
+        self._crowd = 0
+        self._crowded: Callable[[], None] | None = None
         self._inner_port = 0
         self._open: dict[Connection, None] = {}  # oldest first, as below
         self._inside: dict[int, Connection] = {}
@@ -107,35 +69,27 @@ class Door:
         Raises:
             OSError: the address or port is not available.
         """
-        if not 0 <= self._port < 1 << 16:
-            raise OSError(errno.EINVAL, "a port is a number below 65536")
-        loop = asyncio.get_running_loop()
-        self._inner_port, port, absent = inner_port, self._port, OSError(errno.EADDRNOTAVAIL, "no address")
-        for family, address in await self._addresses():
-            try:
-                self._listeners.append(_listen(family, address, port))
-            except OSError as error:
-                absent = error
-                if error.errno not in _ABSENT:
-                    break
-                continue
-            port = self._listeners[0].getsockname()[1]
-            if address == "::":
-                break  # a dual-stack socket covers IPv4, too
-        if not self._listeners or absent.errno not in _ABSENT:
-            self.shut()
-            raise absent
-        for listener in self._listeners:
-            loop.add_reader(listener, self._accept, listener)
-        return int(port)
+        self._inner_port = inner_port
+        if not self.listeners:
+            self.listeners = await listen(self._host, self._port)
+        self.accept()
+        return int(self.listeners[0].getsockname()[1])
 
-    async def _addresses(self) -> list[tuple[int, str]]:
-        if self._host in ("0.0.0.0", "::", ""):
-            dual = [(int(socket.AF_INET6), "::")] if socket.has_dualstack_ipv6() else []
-            return [*dual, (int(socket.AF_INET), "0.0.0.0")]
-        loop = asyncio.get_running_loop()
-        infos = await loop.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys((int(family), str(where[0])) for family, _, _, _, where in infos))
+    def accept(self) -> None:
+        """Accept connections."""
+        self._rests = False
+        for listener in self.listeners:
+            self._accept_again(listener)
+
+    def rest(self) -> None:
+        """Leave new connections to others that have the listening sockets, too. Those that are open stay."""
+        self._rests = True
+        for listener in self.listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+
+    def on_crowd(self, count: int, crowded: Callable[[], None]) -> None:
+        """Call `crowded` when so many connections are open, each time that there come to be so many."""
+        self._crowd, self._crowded = count, crowded
 
     def caller(self, inner_peer: str) -> Connection | None:
         """The connection whose inner address at the server is, say, "ipv4:127.0.0.1:4700"; None: it is closed."""
@@ -144,10 +98,10 @@ class Door:
 
     def shut(self) -> None:
         """Accept no more connections."""
-        for listener in self._listeners:
+        for listener in self.listeners:
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
-        self._listeners = []
+        self.listeners = []
 
     async def close(self) -> None:
         """End all connections; data that the server has sent already may still go out."""
@@ -171,13 +125,13 @@ class Door:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in _EXHAUSTED:
+                if error.errno in EXHAUSTED:
                     self.refuse(error.strerror or "no descriptors", "anybody")
                     loop.remove_reader(listener)
                     loop.call_later(PAUSE_SECONDS, self._accept_again, listener)
                     return
                 continue  # that caller has disconnected already
-            host = _plain(address[0])
+            host = plain(address[0])
             why = self._reason_against(network(host))
             if why:
                 self.refuse(why, host)
@@ -187,11 +141,11 @@ class Door:
             # asyncio does that only where a socket names its protocol, and accepted ones don't. With Nagle's algorithm
             # the end of a chunk waits a round trip and goes out alone; BBR takes it for all that the path carries.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _notice_when_gone(sock)
+            notice_when_gone(sock)
             Connection(self, host).start(sock)
 
     def _accept_again(self, listener: socket.socket) -> None:
-        if listener in self._listeners:
+        if listener in self.listeners and not self._rests:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _reason_against(self, network: str) -> str:
@@ -230,6 +184,8 @@ class Door:
     def accepted(self, connection: Connection) -> None:
         """Count a connection that was just accepted; its name is not known yet."""
         self._open[connection] = None
+        if len(self._open) == self._crowd and self._crowded is not None:
+            self._crowded()
         self._unproven.add(connection)
         self._by_address[connection.network] += 1
         self._unproven_by_address[connection.network] += 1
@@ -456,35 +412,6 @@ class _End(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.lost(self)
-
-
-def _listen(family: int, address: str, port: int) -> socket.socket:
-    dual = family == socket.AF_INET6 and address == "::"
-    listener = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
-    listener.setblocking(False)
-    return listener
-
-
-def _notice_when_gone(sock: socket.socket) -> None:
-    """Have the kernel close a connection whose caller's machine vanished: it asks by itself, without waking a process
-    at either end, where pings of gRPC for thousands of silent workers cost a large share of a core.
-    """
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
-    elif sys.platform == "darwin":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, QUIET_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_SECONDS // QUIET_SECONDS)
-
-
-def _plain(host: str) -> str:
-    """Return an IPv4-mapped IPv6 address as IPv4; other addresses unchanged."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
 
 
 def _count_down(counter: Counter[str], name: str) -> None:

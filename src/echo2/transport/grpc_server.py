@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -66,11 +67,12 @@ class PeerServer:
         on_error: OnError | None = None,
         advice: str = "Choose another address or port for --listen (port 0 takes any free one).",
         message_bytes_max: int = limits.PEER_MESSAGE_BYTES_MAX,
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
         self._where, self._credentials, self._advice = join(host, port), credentials, advice
         self._check_not_revoked, self._on_error = check_not_revoked, on_error
         self._handlers: dict[str, Handler] = dict(handlers)
-        self._budgets, self._door = Budgets(), Door(host, port)
+        self._budgets, self._door = Budgets(), Door(host, port, listeners)
         self._server = grpc.aio.server(options=grpc_options.server(message_bytes_max, self._door.connections_max))
         rpcs = {name: self._rpc(method) for name, method in METHODS.items() if name in self._handlers}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, rpcs),))
@@ -183,7 +185,7 @@ class PeerServer:
             raise
         with self._budgets.under_way(name):
             if method.in_header:
-                yield peer, _message(method, _header(context)), parties
+                yield peer, self._message(method, _header(context)), parties
                 return
             data = await self._body(method, context, parties)
             weight = len(data)
@@ -192,7 +194,7 @@ class PeerServer:
                     weight = weigh(method.request, data, _bytes_max(method))
                     self._budgets.has_read(parties, weight - len(data))
                     self._came(parties, weight - len(data))
-                yield peer, _message(method, data), parties
+                yield peer, self._message(method, data), parties
             finally:
                 self._budgets.handled(parties, weight)
 
@@ -242,6 +244,10 @@ class PeerServer:
             raise PeerError("oversized", f"{method.name} of {len(data)} bytes; the limit is {_bytes_max(method)}")
         return data
 
+    def _message(self, method: Method, data: bytes) -> Any:
+        """What the handler of a method gets."""
+        return data if method.raw else parse(method.request, data)
+
     async def _abort(self, method: Method, context: Any, error: Exception) -> None:
         if isinstance(error, PeerError):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{error.reason}: {error.detail}"[:DETAIL_CHARS_MAX])
@@ -266,6 +272,7 @@ class GrpcServer(PeerServer):
         handlers: Handlers,
         on_error: OnError | None = None,
         advice: str = "Set head.listen to an address of this machine and another port (0 takes any free one).",
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
         self._identity = identity
         super().__init__(
@@ -277,6 +284,7 @@ class GrpcServer(PeerServer):
             on_error,
             advice,
             limits.MESSAGE_BYTES_MAX,
+            listeners,
         )
 
     def _parties(self, peer: Peer) -> tuple[Party, ...]:
@@ -329,10 +337,6 @@ async def enrol(identity: RunIdentity, peer: Peer, request: wire.EnrolRequest) -
 def _bytes_max(method: Method) -> int:
     """The limit of a request to this method."""
     return limits.MESSAGE_BYTES_MAX if method.is_large else limits.PEER_MESSAGE_BYTES_MAX
-
-
-def _message(method: Method, data: bytes) -> Any:
-    return data if method.raw else parse(method.request, data)
 
 
 def _header(context: Any) -> bytes:

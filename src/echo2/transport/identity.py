@@ -17,7 +17,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,17 @@ class KnownTicket:
 
 
 class RunIdentity:
-    """The head's side: the run's CA and server certificate, its tickets, members and revocations."""
+    """The head's side: the run's CA and server certificate, its tickets, members and revocations. `on_enrolled` is
+    called with each new member."""
 
     def __init__(self, directory: Path, ca_key: Key, ca: x509.Certificate, credentials: Credentials) -> None:
-        self._directory, self._ca_key, self._ca = directory, ca_key, ca
+        self.directory, self._ca_key, self._ca = directory, ca_key, ca
         self.credentials = credentials
         self.run_id = certificates.common_name(ca).removeprefix("echo2 ")
         self._terms = TermsFiles(directory / _TICKETS)
         self._members = _read_members(directory / "members.json")
         self._own: dict[str, bool] = {}
+        self.on_enrolled: Callable[[str, Mapping[str, Any]], None] = lambda peer_id, entry: None
 
     @staticmethod
     def create_or_load(directory: Path) -> RunIdentity:
@@ -141,7 +143,7 @@ class RunIdentity:
         try:
             return [self.ticket(ticket_id) for ticket_id in self._terms.ids()]
         except OSError as error:
-            raise UserError(f"Cannot read the tickets in {self._directory}: {error.strerror}.") from error
+            raise UserError(f"Cannot read the tickets in {self.directory}: {error.strerror}.") from error
 
     def ticket(self, ticket_id: str) -> KnownTicket:
         """One ticket of the run.
@@ -152,7 +154,7 @@ class RunIdentity:
         try:
             terms = self._terms.read(ticket_id)
         except (OSError, ValueError) as error:
-            raise UserError(f"Cannot read ticket {ticket_id} in {self._directory}: {error}.") from error
+            raise UserError(f"Cannot read ticket {ticket_id} in {self.directory}: {error}.") from error
         if terms is None:
             known_ids = ", ".join(self._terms.ids()) or "none"
             raise UserError(f"There is no ticket {ticket_id!r}. Known: {known_ids}.")
@@ -173,7 +175,7 @@ class RunIdentity:
             self._terms.write(ticket_id, terms)
         except OSError as error:
             raise write_failed(
-                error, f"Cannot write ticket {ticket_id} in {self._directory}: {error.strerror}."
+                error, f"Cannot write ticket {ticket_id} in {self.directory}: {error.strerror}."
             ) from error
 
     # ---- members -----------------------------------------------------------------------------------------------------
@@ -214,12 +216,15 @@ class RunIdentity:
     def _admit(self, peer_id: str, entry: dict[str, Any]) -> None:
         self._members[peer_id] = entry
         try:
-            certificates.write_private(
-                self._directory / "members.json", json.dumps({"members": self._members}).encode()
-            )
+            certificates.write_private(self.directory / "members.json", json.dumps({"members": self._members}).encode())
         except OSError as error:
             del self._members[peer_id]
             raise PeerError("busy", f"the head can't write down who joins: {error.strerror}") from error
+        self.on_enrolled(peer_id, entry)
+
+    def learn(self, peer_id: str, entry: dict[str, Any]) -> None:
+        """Take in a member that another process of this run's head has enrolled."""
+        self._members[peer_id] = entry
 
     @property
     def members(self) -> Mapping[str, dict[str, Any]]:
@@ -261,9 +266,9 @@ class RunIdentity:
             known_ids = ", ".join([*sorted(self._members), *self._terms.ids()]) or "none"
             raise UserError(f"There is no {revoked_id!r} to revoke. Known peers and tickets: {known_ids}.")
         try:
-            (self._directory / _REVOKED / revoked_id).touch(mode=0o600)
+            (self.directory / _REVOKED / revoked_id).touch(mode=0o600)
         except OSError as error:
-            raise UserError(f"Cannot revoke {revoked_id} in {self._directory}: {error.strerror}.") from error
+            raise UserError(f"Cannot revoke {revoked_id} in {self.directory}: {error.strerror}.") from error
         if entry is None or entry["ticket"] not in self._terms.ids():
             return ""
         ticket = self.ticket(entry["ticket"])
@@ -277,9 +282,9 @@ class RunIdentity:
             UserError: the directory can't be read.
         """
         try:
-            names = set(os.listdir(self._directory / _REVOKED))
+            names = set(os.listdir(self.directory / _REVOKED))
         except OSError as error:
-            raise UserError(f"Cannot read {self._directory / _REVOKED}: {error.strerror}.") from error
+            raise UserError(f"Cannot read {self.directory / _REVOKED}: {error.strerror}.") from error
         if not names:
             return frozenset()
         return frozenset(
@@ -296,7 +301,7 @@ class RunIdentity:
             raise PeerError("revoked", f"the ticket with which {peer_id} joined was revoked")
 
     def _is_revoked(self, name: str) -> bool:
-        return os.path.exists(f"{self._directory}/{_REVOKED}/{name}") if name else False
+        return os.path.exists(f"{self.directory}/{_REVOKED}/{name}") if name else False
 
     def sign_manifest(self, manifest: bytes) -> bytes:
         """Sign a manifest with the CA's key: a peer that trusts its ticket can verify that it is the head's."""

@@ -20,7 +20,7 @@ LOGGED_GROUPS = 4
 LOGGED_TOKENS = 16_384
 
 # ---- the door (transport/door.py) and the budgets behind it (transport/budgets.py) -----------------------------------
-#: Connections of one process; fewer where its descriptor limit is low (`door.connections_max`).
+#: Connections of one process; fewer where its descriptor limit is low (`sockets.connections_max`).
 CONNECTIONS_MAX = 16_384
 #: Connections of one address: workers may share a router.
 CONNECTIONS_PER_ADDRESS_MAX = 1024

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from echo2.core.addresses import family, join, network
 from echo2.core.devices import map_large_blocks
 from echo2.core.errors import UserError
-from echo2.transport.door import raise_descriptor_limit
+from echo2.transport.sockets import raise_descriptor_limit
 from echo2_service import limits
 
 #: Connections that wait to be accepted: an SDK with 2000 samples polls 2000 times at once.

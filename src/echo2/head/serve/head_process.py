@@ -20,9 +20,9 @@ from echo2.head.serve.service import Service
 from echo2.head.store.contents import restore
 from echo2.head.store.mirror import Mirror
 from echo2.head.strangers.tickets import OwnTickets, own_files
-from echo2.transport.door import is_out_of_descriptors
-from echo2.transport.grpc_server import GrpcServer
+from echo2.transport.gates import GatedServer
 from echo2.transport.identity import RunIdentity
+from echo2.transport.sockets import is_out_of_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ async def _serve(rundir: RunDir) -> None:
     host, port = config.head.address
     port = port or head.ledger.get_meta("port", 0)
     service = Service(head)
-    server = GrpcServer(host, port, identity, service.handlers(), head.ending.fail)
+    server = GatedServer(host, port, identity, service.handlers(), head.ending.fail)
     bound = await server.start()
     gc.collect()
     gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
