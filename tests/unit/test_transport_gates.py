@@ -318,6 +318,24 @@ def test_gates_open_when_there_is_a_crowd(
     run(scenario())
 
 
+def test_gates_of_a_run_with_many_members_are_open_from_the_start(
+    identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "CROWD", 2)
+
+    async def scenario() -> None:
+        for number in (1, 2):
+            enrolled(identity, "worker", tmp_path / f"peer-{number}")
+            server = GatedServer(LOOPBACK, 0, identity, {}, lambda error: None)
+            await server.start()
+            try:
+                assert bool(server.gates._work) == (number == 2)
+            finally:
+                await server.stop()
+
+    run(scenario())
+
+
 def test_a_gate_that_dies_takes_its_connections_alone_and_another_takes_its_place(
     identity: RunIdentity, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

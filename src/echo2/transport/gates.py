@@ -50,7 +50,8 @@ METHOD_NAMES = tuple(METHODS)
 
 
 class GatedServer(GrpcServer):
-    """A head's server, which opens its gates when it has `CROWD` connections."""
+    """A head's server. It opens its gates when it has `CROWD` connections, or at once if so many machines have joined
+    its run: they may all come back to a head that has just started."""
 
     def __init__(
         self,
@@ -63,6 +64,12 @@ class GatedServer(GrpcServer):
         super().__init__(host, port, identity, handlers, on_error)
         self.gates = Gates(self._door, identity, self._handlers, self._parties, self._budgets, on_error)
         self._door.on_crowd(CROWD, self.gates.open)
+
+    async def start(self) -> int:
+        port = await super().start()
+        if len(self._identity.members) >= CROWD:
+            self.gates.open()
+        return port
 
     async def _stop(self) -> None:
         await close_all(self.gates.close, super()._stop)
