@@ -324,12 +324,15 @@ def test_gates_of_a_run_with_many_members_are_open_from_the_start(
     monkeypatch.setattr(gates, "CROWD", 2)
 
     async def scenario() -> None:
-        for number in (1, 2):
-            enrolled(identity, "worker", tmp_path / f"peer-{number}")
-            server = GatedServer(LOOPBACK, 0, identity, {}, lambda error: None)
-            await server.start()
+        for number in (1, 2, 3):  # few members, many, and many where no gate can be started
+            credentials = enrolled(identity, "worker", tmp_path / f"peer-{number}")[1]
+            server = GatedServer(LOOPBACK, 0, identity, Desk().handlers(), lambda error: None)
+            if number == 3:
+                server.gates._command = [sys.executable, "-c", "raise SystemExit(3)"]
+            port = await server.start()
             try:
-                assert bool(server.gates._work) == (number == 2)
+                async with many(port, credentials, 1):
+                    assert bool(server._door.connections()) == (number != 2)
             finally:
                 await server.stop()
 

@@ -68,6 +68,7 @@ class GatedServer(GrpcServer):
     async def start(self) -> int:
         port = await super().start()
         if len(self._identity.members) >= CROWD:
+            self._door.rest()  # until the gates are there, or cannot be started: callers wait in the kernel's queue
             self.gates.open()
         return port
 
