@@ -352,6 +352,7 @@ def test_prompts_are_made_once_and_no_more_are_kept_than_the_limit_says(monkeypa
     async def scenario() -> None:
         reader = RunTokenizer(tokenizer_files())
         monkeypatch.setattr(reading, "KEPT_PROMPT_TOKENS", 7)
+        monkeypatch.setattr(reading, "PROMPT_TOKENS", 0)
         first = reader.prompt("train", Task(0, "53="))
         assert reader.prompt("train", Task(0, "another text under the same cursor")) is first
         assert reader.prompt("eval", Task(0, "5")).tolist() == [7]

@@ -43,9 +43,9 @@ ROW_SECONDS = 60.0
 #: Twice as many are kept as leases are open, if that is more.
 AHEAD = 32
 KEPT = 4096
-#: Maximum number of cached prompts, as of tasks (`TaskReader`), and of their tokens (16 MiB). A delivery and a
-#: second lease need the prompt of a lease again. A short prompt takes ten times the bytes of its tokens.
-KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
+#: Tokens of all cached prompts (16 MiB), of which each takes the bytes of so many more: a delivery and a second lease
+#: need the prompt of a lease again, and 10,000 workers have 20,000 leases.
+KEPT_PROMPT_TOKENS, PROMPT_TOKENS = 4 << 20, 64
 #: Maximum number of tokens of a teacher's prompt: half of what a message has room for beside a group.
 TEACHER_TOKENS_MAX = 1 << 17
 
@@ -213,9 +213,9 @@ class RunTokenizer:
 
     def _keep(self, key: tuple[GroupKind, int], prompt: array[int]) -> None:
         self._prompts[key] = prompt
-        self._num_kept += len(prompt)
-        while self._num_kept > KEPT_PROMPT_TOKENS or len(self._prompts) > KEPT_PROMPTS:
-            self._num_kept -= len(self._prompts.popitem(last=False)[1])
+        self._num_kept += PROMPT_TOKENS + len(prompt)
+        while self._num_kept > KEPT_PROMPT_TOKENS:
+            self._num_kept -= PROMPT_TOKENS + len(self._prompts.popitem(last=False)[1])
 
     def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
         return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
