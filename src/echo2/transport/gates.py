@@ -182,7 +182,10 @@ class _Gate:
             descriptors = [far.fileno(), *(listener.fileno() for listener in listeners)]
             words = [*command, *map(str, descriptors)]
             await asyncio.get_running_loop().create_unix_connection(lambda: self.channel, sock=near)
-            self._process = ChildProcess(words, environment=child_environment(), descriptors=descriptors)
+            # Of the head's session: Linux divides processors among sessions, and a gate that is starved is of no use.
+            self._process = ChildProcess(
+                words, environment=child_environment(), descriptors=descriptors, leads_group=False
+            )
         async with asyncio.timeout(START_SECONDS):
             await self._is_ready.wait()
         if self.over.is_set():
