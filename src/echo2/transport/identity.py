@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,9 @@ class RunIdentity:
         self.run_id = certificates.common_name(ca).removeprefix("echo2 ")
         self._terms = TermsFiles(directory / _TICKETS)
         self._members = _read_members(directory / "members.json")
+        self._of_ticket = defaultdict[str, list[str]](list)
+        for peer_id, entry in self._members.items():
+            self._of_ticket[entry["ticket"]].append(peer_id)
         self._own: dict[str, bool] = {}
         self.on_enrolled: Callable[[str, Mapping[str, Any]], None] = lambda peer_id, entry: None
 
@@ -158,7 +162,7 @@ class RunIdentity:
         if terms is None:
             known_ids = ", ".join(self._terms.ids()) or "none"
             raise UserError(f"There is no ticket {ticket_id!r}. Known: {known_ids}.")
-        members = tuple(peer_id for peer_id, entry in self._members.items() if entry["ticket"] == ticket_id)
+        members = tuple(self._of_ticket.get(ticket_id, ()))
         return KnownTicket(ticket_id, terms, members, self._refuses(ticket_id, terms, len(members)))
 
     def _refuses(self, ticket_id: str, terms: Terms, num_members: int) -> str:
@@ -194,8 +198,7 @@ class RunIdentity:
             raise PeerError("busy", f"the head can't read this ticket: {error}") from error
         if terms is None or terms.role != role:
             raise PeerError("ticket", "this ticket is not of this run")
-        num_members = sum(entry["ticket"] == ticket_id for entry in self._members.values())
-        refuses = self._refuses(ticket_id, terms, num_members)
+        refuses = self._refuses(ticket_id, terms, len(self._of_ticket.get(ticket_id, ())))
         if refuses not in ("", "used up"):
             raise PeerError("ticket", f"this ticket is {refuses}; ask for a new one")
         key = certificates.requested_key(csr_der)
@@ -220,10 +223,13 @@ class RunIdentity:
         except OSError as error:
             del self._members[peer_id]
             raise PeerError("busy", f"the head can't write down who joins: {error.strerror}") from error
+        self._of_ticket[entry["ticket"]].append(peer_id)
         self.on_enrolled(peer_id, entry)
 
     def learn(self, peer_id: str, entry: dict[str, Any]) -> None:
         """Take in a member that another process of this run's head has enrolled."""
+        if peer_id not in self._members:
+            self._of_ticket[entry["ticket"]].append(peer_id)
         self._members[peer_id] = entry
 
     @property

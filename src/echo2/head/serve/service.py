@@ -331,9 +331,9 @@ class Service:
         if revoked != self._revoked:
             self._revoked = revoked
             self._head.distribution.origin.revoked(revoked)
-        for worker in list(self._head.planner.fleet):
-            if worker.worker_id in revoked:
-                self._head.events.dispatch(ev.WorkerLeft(worker.worker_id, "it was revoked"))
+        for worker_id in sorted(revoked):
+            if self._head.planner.fleet.get(worker_id) is not None:
+                self._head.events.dispatch(ev.WorkerLeft(worker_id, "it was revoked"))
 
 
 def _waiting(handler: Handler, check: Callable[[], None], waits: Callable[[], Awaitable[None]]) -> Handler:
