@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo2.sandbox import containers
-from echo2.sandbox.containers import IMAGES, Image
+from echo2.sandbox.containers import IMAGES, Container, Containers, Image
+from echo2.sandbox.programs import ContainerLimits
+
+LIMITS = ContainerLimits(memory_bytes=96 << 20, num_processes=40, output_bytes=1000)
 
 
 def needs(runtime: str) -> pytest.MarkDecorator:
@@ -35,6 +41,19 @@ def image_for(runtime: str, **files: bytes) -> Image:
     context = {f"files/{name}": entry for name, entry in {**plain, "none": (b"", False)}.items()}
     context["bash"] = b'#!/bin/sh\nexec sh "$@"\n', True  # as far as these tests need it
     return Image("", {**context, "Dockerfile": (text.encode(), False), "busybox": (Path(busybox).read_bytes(), True)})
+
+
+def inside(
+    runtime: str, scene: Callable[[Container], Awaitable[Any]], limits: ContainerLimits = LIMITS, **files: bytes
+) -> Any:
+    async def play() -> Any:
+        container = await Containers(runtime).open(image_for(runtime, **files), limits)
+        try:
+            return await scene(container)
+        finally:
+            await container.close()
+
+    return asyncio.run(play())
 
 
 def left_over(name: str) -> list[str]:

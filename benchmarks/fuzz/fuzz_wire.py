@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ from echo2.core.types import (
 from echo2.head.serve import service
 from echo2.transport import identity, limits, message_bytes, messages, tickets
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Peer, packed, parse
+from echo2.transport.base import MESSAGE_WEIGHT, METHODS, Peer, packed, parse, weigh
 from echo2.weights.broadcast import origin, serving
 from echo2.weights.format.deltas import apply_items, encode_items
 from echo2.weights.format.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record, compose
@@ -56,7 +56,7 @@ PEM_WORDS = (b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n", b
 
 def targets() -> list[Target]:
     """All of them, with their seeds."""
-    return [*_messages(), *_pieces(), *_identity(), *_weights()]
+    return [*_messages(), _weighing(), *_pieces(), *_identity(), *_weights()]
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -162,6 +162,28 @@ def _message_target(kind: type[WireMessage]) -> Target:
     rng = random.Random(0)
     seeds = (*_encoded(kind), *(filled(kind, rng).SerializeToString() for _ in range(3)))
     return Target(f"wire.{kind.__name__}", read, seeds, kind, share=3.0 if kind in _DEEPER else 0.5)
+
+
+def _weighing() -> Target:
+    """Of the message in which a stranger sends most: what it weighs must never be less than what the parser makes."""
+
+    def read(data: bytes) -> None:
+        weight = weigh(wire.Deliveries, data, 1 << 40)
+        assert weight >= max(len(data), MESSAGE_WEIGHT * _num_messages(parse(wire.Deliveries, data)))
+
+    return Target("weigh", read, (*_encoded(wire.Deliveries), b"\n\0" * 20), wire.Deliveries, share=3.0)
+
+
+def _num_messages(message: WireMessage) -> int:
+    """How many messages are within one."""
+    number = 0
+    for described, value in message.ListFields():
+        if isinstance(value, Mapping):
+            number += len(value)
+        elif described.message_type is not None:
+            within = [value] if isinstance(value, WireMessage) else value
+            number += sum(1 + _num_messages(one) for one in within)
+    return number
 
 
 def _encoded(kind: type[WireMessage]) -> list[bytes]:

@@ -32,6 +32,7 @@ from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
+from echo2.weights.store.store import ChunkStore
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from seeds import seeds
 
@@ -311,6 +312,26 @@ def test_a_ledger_names_only_files_that_a_run_has(tmp_path: Path, name: str) -> 
         ledger.keep("file", name, "text")
         with pytest.raises(UserError, match="a file that no run has"):
             contents.restore_files(rundir, ledger)
+
+
+@pytest.mark.parametrize("key", ["../outside", "/{}/outside", "snapshots/../../outside", "snapshots//x", "", "a\0b"])
+def test_a_ledger_names_no_object_outside_of_its_store(tmp_path: Path, key: str) -> None:
+    """A head that went on from a store deleted the file that was named as a snapshot."""
+    outside, key = tmp_path / "outside", key.format(str(tmp_path).lstrip("/"))
+    outside.write_text("kept")
+    objects = open_objects(str(tmp_path / "store"))
+    uses: list[Callable[[], object]] = [
+        *(lambda: objects.get(key), lambda: list(objects.download(key)), lambda: objects.delete([key])),
+        *(lambda: objects.create(key, b"x"), lambda: objects.upload(key, [b"x"])),
+    ]
+    for use in uses:
+        with pytest.raises(UserError, match="names an object outside of it"):
+            use()
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.keep("snapshot", "name", key)
+        with pytest.raises(UserError, match="names an object outside of it"):
+            contents.restore_snapshots(objects, ledger, ChunkStore(tmp_path / "chunks"))
+    assert outside.read_text() == "kept"
 
 
 def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from echo2.core.types import RolloutGroup
 from echo2.engines import tokenizer as tokenizer_module
 from echo2.engines.tokenizer import rendered_tokens
 from echo2.rollouts import endpoint
+from echo2.rollouts.chat_forms import message_of
 from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError, is_out_of_room
 from harness_cases import LEASE, Plays, group_of, played
 
@@ -248,6 +249,32 @@ def test_errors_have_the_form_of_the_real_servers() -> None:
         return 1.0
 
     rollouts(ScriptedEngine(lambda prompt: "x"), agent, max_turns=2)
+
+
+def test_an_answer_of_beginnings_of_tool_calls_is_read_once() -> None:
+    """The rest was read at each beginning: an answer of 32,000 tokens could keep all rollouts waiting for minutes, and
+    in the service all tenants."""
+    text = "<tool_call>{" * 100_000
+    assert message_of(text, has_tools=True, call_number=0) == {"role": "assistant", "content": text}
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    text = f"one {call} two <tool_call>{{}} </tool_call> {call} <tool_call>{{"
+    message = message_of(text, has_tools=True, call_number=7)
+    assert message["content"] == "one  two <tool_call>{} </tool_call>  <tool_call>{"
+    assert [one["id"] for one in message["tool_calls"]] == ["call_7_0", "call_7_1"]
+
+
+def test_a_body_of_many_parts_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 MiB of empty lists took .4 GB, and the worker's event loop for seconds."""
+    monkeypatch.setattr(endpoint, "PARTS_MAX", 1000)
+
+    async def agent(model: LoopbackModel, rng: random.Random) -> float:
+        for part in ([], {}):
+            status, _, content = await posted(model, CHAT, {"messages": [part] * 1000})
+            assert (status, json.loads(content)["error"]["code"]) == (413, "oversized")
+        await model.chat([{"role": "user", "content": "1"}])
+        return 1.0
+
+    rollouts(ScriptedEngine(lambda prompt: "x"), agent)
 
 
 def test_a_text_that_no_context_has_room_for_cuts_the_rollout_off(monkeypatch: pytest.MonkeyPatch) -> None:

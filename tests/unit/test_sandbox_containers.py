@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import resource
 import secrets
 import signal
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from container_cases import EACH_RUNTIME, WITHOUT_IMAGES, image_for, left_over, needs
-from echo2.core.child import PACKAGE_ROOT, child_environment
+from container_cases import EACH_RUNTIME, LIMITS, WITHOUT_IMAGES, image_for, inside, left_over, needs
+from echo2.core.child import child_environment
 from echo2.core.errors import UserError
-from echo2.sandbox import confinement, containers, folders
+from echo2.sandbox import containers, folders
 from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
 from echo2.sandbox.folders import FolderContainer, write_files
 from echo2.sandbox.programs import ContainerFault, ContainerLimits, Ran
@@ -31,7 +28,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="containers of Linux"),
 ]
-LIMITS = ContainerLimits(memory_bytes=96 << 20, num_processes=40, output_bytes=1000)
 
 
 @pytest.fixture(autouse=True)
@@ -40,27 +36,6 @@ def mask() -> Iterator[None]:
     before = os.umask(0o077)
     yield
     os.umask(before)
-
-
-@pytest.fixture
-def public_folder() -> Iterator[Path]:
-    """Which another user may read, as none of pytest's."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
-
-
-def inside(
-    runtime: str, scene: Callable[[Container], Awaitable[Any]], limits: ContainerLimits = LIMITS, **files: bytes
-) -> Any:
-    async def play() -> Any:
-        container = await Containers(runtime).open(image_for(runtime, **files), limits)
-        try:
-            return await scene(container)
-        finally:
-            await container.close()
-
-    return asyncio.run(play())
 
 
 @EACH_RUNTIME
@@ -106,26 +81,6 @@ def test_a_command_over_a_limit_is_ended_and_the_next_one_runs(
         assert (await container.run("cat file", 20)).output == "kept\n"
 
     inside(runtime, scene)
-
-
-@pytest.mark.skipif(bool(confinement.missing()), reason=confinement.missing())
-def test_a_fork_bomb_leaves_processes_to_the_machine_before_its_own_are_counted(public_folder: Path) -> None:
-    """As on a machine so busy that whoever counts comes late."""
-    # More than its own limit: other commands of the same user, which count as well, may end meanwhile.
-    count = "n=0; while [ $n -lt 1000 ]; do sleep 60 & n=$((n + 1)); echo $n; done"
-    words = [confinement.__name__, str(public_folder), "4096", "4", "/bin/sh", "-c", count]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    variables = child_environment() | {"PYTHONPATH": PACKAGE_ROOT}
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", *words], **pipes, text=True, env=variables, process_group=0
-    ) as child:
-        try:
-            said = [child.stdout.readline() for _ in range(4)]
-            refused = next((line for line in child.stdout if "fork" in line or line == "1000\n"), "")
-        finally:
-            os.killpg(child.pid, signal.SIGKILL)
-    assert said[3] == "4\n"
-    assert "fork" in refused
 
 
 @EACH_RUNTIME
@@ -328,57 +283,6 @@ def test_folders_of_killed_owners_are_removed_in_time(tmp_path: Path, monkeypatc
     assert not dead.exists()
     assert fresh.exists()
     assert live.exists()
-
-
-#: Calls the kernel with numbers; prints each that it carried out. For a command without images.
-ASK = """
-import ctypes
-kernel = ctypes.CDLL(None, use_errno=True)
-for name, *arguments in {calls!r}:
-    if kernel.syscall(*arguments) >= 0:
-        print(name, "carried out")
-"""
-
-
-@WITHOUT_IMAGES
-@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="the commands of this test are Python's")
-@pytest.mark.parametrize("x32", [0, 1 << 30])
-def test_the_kernel_refuses_what_no_task_needs(runtime: str, x32: int) -> None:
-    """Keys of whoever started it, memory that no process holds or that outlives it, namespaces of its own."""
-    calls = [
-        ("session keyring", call("keyctl"), 0, -3, 0),
-        ("new key", call("add_key"), b"user", b"echo2", b"x", 1, -3),
-        ("shared memory", call("shmget"), 0, 4096, 0o1600),
-        ("semaphores", call("semget"), 0, 1, 0o1600),
-        ("messages", call("msgget"), 0, 0o1600),
-        ("memory file", call("memfd_create"), b"x", 0),
-        ("namespace", call("unshare"), 0x10000000),
-        ("clone", call("clone"), 0x10000000 | 17, 0, 0, 0, 0),
-        ("rings", call("io_uring_setup"), 1, ctypes.create_string_buffer(200).raw),
-    ]
-    script = ASK.format(calls=[(name, number | x32, *rest) for name, number, *rest in calls])
-    ran = inside(runtime, lambda container: container.run(f"/usr/bin/python3 - <<'END'\n{script}\nEND", 30))
-    assert (ran.status, ran.output, ran.stopped) == (0, "", "")
-
-
-def call(name: str) -> int:
-    number: int = pytest.importorskip("seccompy").syscall_nr(name)
-    return number
-
-
-@WITHOUT_IMAGES
-@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="the command of this test is Python's")
-def test_the_machine_ends_commands_before_itself_when_memory_runs_out(runtime: str) -> None:
-    """Memory in sockets and pipes is counted by nobody."""
-    limits = "import resource as r; print(*(r.getrlimit(one)[1] for one in (r.RLIMIT_NOFILE, r.RLIMIT_CORE)))"
-    commands = f"cat /proc/self/oom_score_adj 2>/dev/null; /usr/bin/python3 -c '{limits}'"
-    ran = inside(runtime, lambda container: container.run(commands, 20))
-    *adjusted, files, core = map(int, ran.output.split())
-    assert adjusted == ([1000] if runtime == "bubblewrap" else [])
-    assert files <= 4096
-    assert core == confinement.within(
-        resource.RLIMIT_CORE, 1
-    )  # 0 does not keep a dump from the program that kernel.core_pattern may name
 
 
 @needs("bubblewrap")

@@ -28,6 +28,18 @@ def test_an_unstorable_refusal_leaves_no_request_open(anywhere: Service) -> None
     assert anywhere.front.guard.traffic.num_bytes == 0
 
 
+@pytest.mark.parametrize("depth", [200, 960, 985])
+def test_deep_bodies_are_the_clients_mistake(service: Service, depth: int) -> None:
+    """They were read, and then could not be written: an error of ours, which SDKs send again."""
+    deep = b'{"a":' * depth + b"1" + b"}" * depth
+    service.post("create_session", b'{"user_metadata": %s}' % deep, status=400)
+    filler = b" " * (32 << 10)  # read in a thread, whose stack is short
+    chat = b'{"model": "echo2/tiny", "messages": [{"role": "user", "content": "x", "y": %s}]%s}' % (deep, filler)
+    url, headers = "/oai/api/v1/chat/completions", {"x-api-key": service.key}
+    answer = service.client.post(url, content=chat, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "malformed")
+
+
 def test_requests_that_come_twice_at_once_are_one(service: Service) -> None:
     """Both waited for the measure of the disk, and the later one was an error of ours."""
     service.front.tariff.quotas = Quotas(quota_disk_gb={"ada": 1.0})

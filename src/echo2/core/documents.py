@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -20,6 +20,8 @@ from echo2.core.types import TensorSource
 
 #: Maximum nesting of brackets; real files have less than a tenth of it.
 DEPTH_MAX = 100
+#: Of the name of a field, in an error.
+NAME_CHARS_SHOWN = 64
 #: Bytes read at a time from a tensor that is not in memory.
 PIECE_BYTES = 16 << 20
 _CONTAINERS = frozenset([dict, list])
@@ -46,19 +48,25 @@ def half_character(value: Any) -> str:
     """Return a sentence that names the first text in a JSON value, or key, with half of a surrogate pair; empty: there
     is none. JSON can write half a pair (`"\\ud800"`), and Python reads it, but no UTF-8 and no tokenizer can.
     """
-    pending = [("", value)]
-    while pending:
-        place, one = pending.pop()
-        texts = [one] if isinstance(one, str) else one if isinstance(one, dict) else ()
-        if any(_SURROGATE.search(text) for text in texts):
-            named = place.encode(errors="backslashreplace").decode() or "the body"
-            what = "has a key with" if isinstance(one, dict) else "has"
-            return f"{named} {what} half of a surrogate pair, which is not a character: send both halves, or none"
-        if isinstance(one, dict):
-            pending += [(f"{place}.{key}".lstrip("."), inner) for key, inner in reversed(one.items())]
-        elif isinstance(one, list):
-            pending += [(f"{place}[{at}]", inner) for at, inner in reversed([*enumerate(one)])]
+    trail: list[tuple[str | int, Iterator[tuple[str | int, Any]]]] = [("", iter([("", value)]))]
+    while trail:  # a place gets its words when it is found: all of them would take many times the memory of the text
+        for name, one in trail[-1][1]:
+            texts = [one] if isinstance(one, str) else one if isinstance(one, dict) else ()
+            if any(_SURROGATE.search(text) for text in texts):
+                named = _named([*(outer for outer, _ in trail[2:]), name]) or "the body"
+                what = "has a key with" if isinstance(one, dict) else "has"
+                return f"{named} {what} half of a surrogate pair, which is not a character: send both halves, or none"
+            if isinstance(one, dict | list):
+                trail.append((name, iter(one.items()) if isinstance(one, dict) else iter(enumerate(one))))
+                break
+        else:
+            trail.pop()
     return ""
+
+
+def _named(place: Iterable[str | int]) -> str:
+    words = "".join(f"[{name}]" if isinstance(name, int) else f".{name[:NAME_CHARS_SHOWN]}" for name in place)
+    return words.lstrip(".").encode(errors="backslashreplace").decode()
 
 
 def may_have_half_character(text: bytes | bytearray) -> bool:

@@ -139,14 +139,14 @@ class Directory:
     def get(self, key: str) -> bytes | None:
         with _reached(str(self._path)):
             try:
-                return (self._path / key).read_bytes()
+                return self._place(key).read_bytes()
             except FileNotFoundError:
                 return None
 
     def create(self, key: str, data: bytes) -> bool:
         with self._written(key, [data]) as aside:
             try:
-                os.link(aside, self._path / key)
+                os.link(aside, self._place(key))
             except FileExistsError:
                 return False
         return True
@@ -159,20 +159,20 @@ class Directory:
     def delete(self, keys: Collection[str]) -> None:
         with _reached(str(self._path)):
             for key in keys:
-                (self._path / key).unlink(missing_ok=True)
+                self._place(key).unlink(missing_ok=True)
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
         with self._written(key, pieces) as aside:
-            os.replace(aside, self._path / key)
+            os.replace(aside, self._place(key))
 
     def download(self, key: str) -> Iterator[bytes]:
         with _reached(str(self._path), answers=(FileNotFoundError,)):
-            yield from pieces_of(self._path / key)
+            yield from pieces_of(self._place(key))
 
     @contextmanager
     def _written(self, key: str, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
         """Give the file with these pieces, to be put in the key's place; then that is durable."""
-        folder, aside = (self._path / key).parent, self._path / "tmp" / f"{self._mine}-{next(self._serial)}"
+        folder, aside = self._place(key).parent, self._path / "tmp" / f"{self._mine}-{next(self._serial)}"
         with _reached(str(self._path)):
             if folder not in self._folders:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -190,6 +190,12 @@ class Directory:
                 os.fsync(opened)
             finally:
                 os.close(opened)
+
+    def _place(self, key: str) -> Path:
+        """Raises UserError: the key, which another head may have written, leads out of the directory."""
+        if not all(part not in ("", ".", "..") and "\0" not in part for part in key.split("/")):
+            raise UserError(f"The store {self._path} names an object outside of it: {key!r}. Do not use this store.")
+        return self._path / key
 
 
 class Remote:

@@ -24,8 +24,8 @@ from echo2.tasks.loopback_model import CUT, TOO_LONG
 MESSAGES_MAX = 10_000
 TOOLS_MAX = 128
 ANSWERS_MAX = 128
-#: The syntax of tool calls in the Qwen and Hermes families.
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+#: The syntax of tool calls in the Qwen and Hermes families: what begins one, and what ends it.
+TOOL_CALL, TOOL_CALL_END = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\}\s*</tool_call>")
 MODEL_NAME = "policy"
 #: Anthropic's names of errors; others are of the request.
 ERROR_TYPES = {401: "authentication_error", 413: "request_too_large", 500: "api_error"}
@@ -130,23 +130,29 @@ def message_of(text: str, has_tools: bool, call_number: int) -> Json:
     """Return an answer as an OpenAI message. Tool calls are parsed only if the request named tools; what is not a valid
     call stays in the text, and the harness decides what to reply."""
     calls: list[Json] = []
-
-    def collect_call(match: re.Match[str]) -> str:
-        try:
-            call = parse_json(match.group(1))
-        except ValueError:
-            return match.group(0)
-        arguments = call.get("arguments") or {} if isinstance(call, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or half_character(call):
-            return match.group(0)
-        function = {"name": call["name"], "arguments": json.dumps(arguments)}
-        calls.append({"id": f"call_{call_number}_{len(calls)}", "type": "function", "function": function})
-        return ""
-
-    remaining_text = TOOL_CALL.sub(collect_call, text) if has_tools else text
+    parts, at = [], 0
+    # One expression for both ends would read the rest of the text at each beginning that has no end.
+    while has_tools and (begin := TOOL_CALL.search(text, at)) and (end := TOOL_CALL_END.search(text, begin.end())):
+        function = _function(text[begin.end() : end.start() + 1])
+        if function is not None:
+            calls.append({"id": f"call_{call_number}_{len(calls)}", "type": "function", "function": function})
+        parts.append(text[at : end.end() if function is None else begin.start()])
+        at = end.end()
     if not calls:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": remaining_text.strip() or None, "tool_calls": calls}
+    return {"role": "assistant", "content": "".join([*parts, text[at:]]).strip() or None, "tool_calls": calls}
+
+
+def _function(text: str) -> Json | None:
+    """Return the function of a call that the model has written; None: it is not a valid call."""
+    try:
+        call = parse_json(text)
+    except ValueError:
+        return None
+    arguments = call.get("arguments") or {} if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or half_character(call):
+        return None
+    return {"name": call["name"], "arguments": json.dumps(arguments)}
 
 
 def _with_arguments(call: Any) -> Json:

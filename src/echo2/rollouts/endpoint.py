@@ -67,6 +67,8 @@ NO_RETRY = {"x-should-retry": "false"}
 #: A million token ids take about 7 MB as JSON.
 BODY_BYTES_MAX = 16 << 20
 BODY_SECONDS = 30.0
+#: Objects and lists in it: two bytes may be one, and reading each takes a microsecond, for which all rollouts wait.
+PARTS_MAX = 1 << 18
 CONNECTIONS_MAX = 4096
 KEEP_ALIVE_SECONDS = 75  # above the clients' 5 s: a connection that the server drops first fails the next call
 BACKLOG = 1024
@@ -372,6 +374,8 @@ async def _read(request: Request) -> dict[str, Any]:
         raise CallRefused(408, "too_slow", f"the body took longer than {BODY_SECONDS:g} s") from error
     if len(data) > BODY_BYTES_MAX:
         raise CallRefused(413, "oversized", f"a body of more than {BODY_BYTES_MAX} bytes")
+    if (count := data.count(b"{") + data.count(b"[")) > PARTS_MAX:
+        raise CallRefused(413, "oversized", f"a body of {count} objects and lists; {PARTS_MAX} are taken")
     try:
         body = parse_json(data) if data else {}
     except ValueError as error:

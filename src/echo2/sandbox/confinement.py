@@ -61,7 +61,13 @@ REFUSED = (
 )
 #: Where Landlock is all there is: the network, what would leave the process group, other processes, and names in
 #: folders that it may not read.
-ALSO_REFUSED = ("socket", "setsid", "setpgid", "ptrace", "inotify_init", "inotify_init1")
+ALSO_REFUSED = ("socket", "setsid", "setpgid", "ptrace", "inotify_init", "inotify_init1", "fanotify_init", "ioprio_set")
+#: There, too, of all processes but the caller's own: their limits, their priority, their processors. By number of the
+#: argument that must be 0.
+OF_OTHERS = (
+    *(("prlimit64", 0), ("setpriority", 0), ("setpriority", 1), ("sched_setaffinity", 0)),
+    *(("sched_setscheduler", 0), ("sched_setparam", 0), ("sched_setattr", 0)),
+)
 EPERM, ENOSYS = 1, 38
 CLONE_NEWUSER = 0x10000000
 #: Of x86_64, a second set of numbers for the same calls.
@@ -143,15 +149,18 @@ def confine(keep: int, parent: int) -> None:
     calls.load()
 
 
-def filtered_calls(names: tuple[str, ...] = REFUSED) -> seccompy.Filter:
-    """Return the filter of a command's system calls, which refuses `names` and namespaces of users."""
+def filtered_calls(names: tuple[str, ...] = REFUSED, of_others: tuple[tuple[str, int], ...] = ()) -> seccompy.Filter:
+    """Return the filter of a command's system calls, which refuses `names`, namespaces of users, and `of_others` where
+    their argument is not 0."""
     import seccompy
 
     calls = seccompy.Filter()
-    for name in names:
-        calls.errno(name, EPERM)
+    refused: list[tuple[str, list[seccompy.ArgCmp] | None]] = [(name, None) for name in names]
+    refused += [(name, [seccompy.ArgCmp(place, seccompy.CmpOp.NE, 0)]) for name, place in of_others]
+    for name, args in refused:
+        calls.errno(name, EPERM, args=args)
         if platform.machine() == "x86_64":
-            calls.errno(X32 | seccompy.syscall_nr(name), EPERM)
+            calls.errno(X32 | seccompy.syscall_nr(name), EPERM, args=args)
     user = [seccompy.ArgCmp(0, seccompy.CmpOp.MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER)]
     calls.errno("clone", EPERM, args=user)
     calls.errno("clone3", ENOSYS)  # its flags cannot be seen, and C libraries then use clone
@@ -210,7 +219,7 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
             if os.access(inner, os.W_OK):
                 rules.allow_path(inner, rights)
         rules.restrict()
-    filtered_calls((*REFUSED, *ALSO_REFUSED)).load()
+    filtered_calls((*REFUSED, *ALSO_REFUSED), OF_OTHERS).load()
 
 
 def _readable() -> list[str]:

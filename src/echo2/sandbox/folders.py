@@ -14,7 +14,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,7 +171,8 @@ class FolderContainer:
         most |= {"nofile": confinement.FILES_OPEN_MAX, "core": confinement.NO_CORE}
         kinds = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in most}
         limits = ["prlimit", *(f"--{name}={confinement.within(kinds[name], value)}" for name, value in most.items())]
-        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self._directory]
+        # Through /proc a command could leave the first place of those that the kernel ends when memory runs out.
+        words += ["--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self._directory]
         words += ["--", *limits, "--", *command]
         return tuple(words), {"PATH": os.environ.get("PATH", os.defpath)}  # /proc/1/environ shows what bwrap began with
 
@@ -197,7 +198,7 @@ def full_disk(folder: Path) -> str:
 def exceeds(folder: Path, pids: Iterable[int], bytes_max: int) -> bool:
     """Whether more bytes, or more than `ENTRIES_MAX` files, are below a folder or held open by processes without a name
     there. Paths that are longer than the kernel takes count as too much, because files behind them cannot be
-    counted."""
+    counted, and so does a folder whose owner's rights a command takes again as soon as they are given back."""
     num_bytes, linked = 0, set[int]()
     try:
         for number, facts in enumerate(_facts(folder)):
@@ -215,14 +216,28 @@ def exceeds(folder: Path, pids: Iterable[int], bytes_max: int) -> bool:
 def _facts(folder: Path) -> Iterator[os.stat_result]:
     waiting = [str(folder)]
     while waiting:
-        changed = suppress(FileNotFoundError, NotADirectoryError, PermissionError)  # or closed by its owner
-        with changed, os.scandir(waiting.pop()) as entries:
+        changed = suppress(FileNotFoundError, NotADirectoryError)
+        with changed, _entries(waiting.pop()) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     facts = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(facts.st_mode):
                         waiting.append(entry.path)
                     yield facts
+
+
+def _entries(path: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+    """Return what is in a folder. Commands may have taken its owner's rights, who is this user: they are given back,
+    else its files would count for nothing."""
+    try:
+        return os.scandir(path)
+    except PermissionError:
+        place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)  # no link that a command puts there meanwhile
+        try:
+            os.chmod(f"/proc/self/fd/{place}", stat.S_IMODE(os.fstat(place).st_mode) | stat.S_IRWXU)
+        finally:
+            os.close(place)
+        return os.scandir(path)
 
 
 def _nameless_bytes(pids: Iterable[int], device: int) -> int:

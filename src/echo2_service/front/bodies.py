@@ -43,14 +43,17 @@ class LabelledBody(Struct):
     """A body with a client's own data; `create_session` has nothing else that is read.
 
     Raises:
-        ValueError: the data are too large.
+        ValueError: the data are too large, or nested deeper than what stores them can write.
     """
 
     user_metadata: Labels | None = None
 
     def __post_init__(self) -> None:
-        if self.user_metadata and (size := len(msgspec.json.encode(self.user_metadata))) > limits.LABELS_BYTES_MAX:
-            raise ValueError(f"user_metadata has {size} bytes as JSON; {limits.LABELS_BYTES_MAX} are taken")
+        if self.user_metadata:
+            text = msgspec.json.encode(self.user_metadata)
+            if len(text) > limits.LABELS_BYTES_MAX:
+                raise ValueError(f"user_metadata has {len(text)} bytes as JSON; {limits.LABELS_BYTES_MAX} are taken")
+            parse_json(text)
 
 
 class SessionIdBody(Struct):

@@ -23,6 +23,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from echo2.core.documents import parse_json
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.engines.engine import Completion
 from echo2.rollouts.chat_forms import OPENAI, ChatAnswer, Piece, message_of, openai_error, server_sent
@@ -124,9 +125,7 @@ class ChatApi:
         return answer({"object": "list", "data": cards})
 
     async def _chat(self, caller: Caller, request: Request, body: bytes) -> Response:
-        fields, call = await off_loop(
-            len(body), lambda: (_drawn(parse(ChatBody, body)), OPENAI.call(msgspec.json.decode(body)))
-        )
+        fields, call = await off_loop(len(body), lambda: (_drawn(parse(ChatBody, body)), OPENAI.call(_untyped(body))))
         sampler = self._sampler(caller, fields.model)
         messages, tools = (json.dumps(part).encode() if part else b"" for part in (call.messages, call.tools))
         prompt = await self.prompt(caller.tenant, PromptCall(self._directory(sampler), messages, tools))
@@ -266,6 +265,14 @@ def _in_form(handle: Callable[[Caller, Request, bytes], Awaitable[Response]]) ->
             return answer(openai_error(400, "refused", for_tenants(str(error))), 400)
 
     return handler
+
+
+def _untyped(body: bytes) -> Any:
+    """Raises PeerError: it is nested deeper than what passes it on can write."""
+    try:
+        return parse_json(body)
+    except ValueError as error:
+        raise PeerError("malformed", str(error)) from error
 
 
 def _drawn(fields: _Body) -> _Body:

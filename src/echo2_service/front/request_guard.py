@@ -50,8 +50,8 @@ STATUS = {
 #: and quoted paths go as a whole.
 _PATH = re.compile(
     r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
-    r"|[A-Za-z][\w+.-]*:/{2,}\S*"
-    r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
+    r"|(?<![\w+.-])[A-Za-z][\w+.-]*:/{2,}\S*"
+    r"|(?P<quote>['\"`])~?/[^'\"`]*(?:(?P=quote)|\Z)"
     r"|(?<![\w/.~-])~?/(?:[^\s'\"`,;:()\[\]{}<>|]|:(?=[\w.-]))+"
 )
 ERROR_CHARS_MAX = 2000
@@ -368,8 +368,8 @@ def refused(error: PeerError | UserError) -> Response:
 
 def for_tenants(text: str) -> str:
     """Return the text of an error with "..." in place of absolute paths, cut to a bounded length. It may quote what a
-    tenant wrote, and half of a character could not be sent."""
-    shown = _PATH.sub(lambda match: match["kept"] or "...", text)[:ERROR_CHARS_MAX]
+    tenant wrote, at any length, and half of a character could not be sent."""
+    shown = _PATH.sub(lambda match: match["kept"] or "...", text[:ERROR_CHARS_MAX])[:ERROR_CHARS_MAX]
     return shown.encode(errors="replace").decode()
 
 
