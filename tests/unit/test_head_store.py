@@ -316,7 +316,7 @@ def test_a_ledger_names_only_files_that_a_run_has(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("key", ["../outside", "/{}/outside", "snapshots/../../outside", "snapshots//x", "", "a\0b"])
 def test_a_ledger_names_no_object_outside_of_its_store(tmp_path: Path, key: str) -> None:
-    """A head that went on from a store deleted the file that was named as a snapshot."""
+    """By reading, a head that went on from a store deleted the file that was named as a snapshot."""
     outside, key = tmp_path / "outside", key.format(str(tmp_path).lstrip("/"))
     outside.write_text("kept")
     objects = open_objects(str(tmp_path / "store"))
