@@ -157,7 +157,7 @@ def check_fleet(fleet: Fleet) -> None:
     if filed != fleet._places:
         raise InvariantError(f"workers are filed as {fleet._places}; they should be as {filed}")
     for worker_id, (depth, kind) in filed.items():
-        if fleet._rankings[depth][kind].get(worker_id) is None:
+        if fleet._rankings[depth][kind[0]][kind[1]].get(worker_id) is None:
             raise InvariantError(f"{worker_id} is filed under {kind} and not ranked there")
 
 

@@ -132,6 +132,18 @@ def test_an_event_costs_no_more_in_a_large_step_that_a_free_worker_could_help_wi
     assert costs[1] <= 1.3 * costs[0] + 20, costs  # a look at each group of the step would cost 600 lines
 
 
+@pytest.mark.parametrize(("groups_per_step", "most"), [(4, 1.3), (200, 6.5)])
+def test_an_event_costs_no_square_of_the_tickets(groups_per_step: int, most: float) -> None:
+    """Nothing more where no group is left, or a look at each ticket where each has a lease, and no credit for more."""
+    costs = []
+    for num_tickets in (10, 50):
+        hall = Hall(1, max_staleness=0, groups_per_step=groups_per_step)
+        for number in range(num_tickets):
+            hall.tell(ev.WorkerJoined(f"s{number}", 4, 0.0, FIRST, ticket=f"ticket {number}", draws=True))
+        costs.append(count_lines(hall.planner, hall.deliver(min(hall.leases)), hall.now + 0.1))
+    assert costs[1] <= most * costs[0], costs  # before, the tickets that are left were looked through for each
+
+
 def test_the_longest_held_group_is_the_one_whose_newest_lease_is_the_oldest() -> None:
     """Of known workers and of new ones, which are known once they have brought a result."""
     table, draw, leases, new = LeaseTable(), random.Random(1), dict[int, Lease](), set[int]()

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.planning.sim.engine import FullEngine
+from echo2.planning.sim.origin import cut
 
 
 def run_out(engine: FullEngine, now: float) -> list[tuple[int, float]]:
@@ -56,3 +57,11 @@ def test_no_engine_does_more_than_its_groups_or_its_pace_allow(full: int, groups
     assert last <= max(groups) + sum(groups) / full + 1e-6
     if len(groups) <= full:
         assert last == pytest.approx(max(groups))
+
+
+def test_workers_share_the_bytes_of_a_chunk() -> None:
+    """A hundred thousand of them would hold a gigabyte of the same chunks."""
+    digest = bytes(32)
+    first, second = cut(digest, b"", 8), cut(bytes(bytearray(digest)), b"", 8)
+    assert len(first) == 8
+    assert all(first[name] is piece for name, piece in second.items())

@@ -22,6 +22,7 @@ from echo2.weights.broadcast.decide.origin import (
 from echo2.weights.broadcast.decide.routes import can_link
 from invariants import check
 from seeds import seeds
+from test_head_fleet import count_lines
 
 P1 = PayloadId(SnapshotRef(RUN_POLICY, 1, 1))
 P2 = PayloadId(SnapshotRef(RUN_POLICY, 1, 2), SnapshotRef(RUN_POLICY, 1, 1))
@@ -402,3 +403,30 @@ def test_the_origins_uplink_is_measured_by_members_on_other_machines() -> None:
     machine.handle(ev.MemberJoined("far", "host:1"), 0.0)
     machine.handle(ev.LinkMeasured("far", UP, UP), 0.0)
     assert machine.origin_up == UP
+
+
+def test_a_join_and_a_measurement_cost_no_more_in_a_large_fleet() -> None:
+    costs = []
+    for count in (20, 600):
+        machine = Broadcast(BroadcastOptions())
+        for at in range(count):
+            machine.handle(ev.MemberJoined(f"w{at}", f"host:{at}"), 0.0)
+            machine.handle(ev.LinkMeasured(f"w{at}", UP + at, UP + at), 0.0)
+        late = ev.MemberJoined("late", "host:9999"), ev.LinkMeasured("late", UP, UP)
+        costs.append([count_lines(machine, event, 0.0) for event in late])
+        assert machine.origin_up == UP + (count - 1) // 2
+    assert costs[0] == costs[1]
+
+
+def test_the_usual_rates_are_those_of_the_members_that_are_here() -> None:
+    """Joined again, measured again, of a stranger, or gone: the sorted rates are what sorting them all would give."""
+    machine, draw = Broadcast(BroadcastOptions()), random.Random(3)
+    for _ in range(600):
+        name = f"w{draw.randrange(12)}"
+        joins = ev.MemberJoined(name, "host:1", draw.choice(("", ev.ONE_MACHINE)), ticket=draw.choice(("", "a", "b")))
+        measured = ev.LinkMeasured(name, draw.choice((None, UP * draw.random())), draw.choice((None, UP)))
+        machine.handle(draw.choice((joins, measured, measured, ev.MemberLeft(name, "it ended"))), 0.0)
+        members = machine.members.values()
+        assert machine._ups == sorted(member.up for member in members if member.up)
+        far = (one for one in members if one.reach != ev.ONE_MACHINE and not machine.tickets[one.worker_id])
+        assert machine._far_downs == sorted(member.down for member in far if member.down)

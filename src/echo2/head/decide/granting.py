@@ -25,18 +25,19 @@ its leases until it counts as lost.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from echo2.core.decide.seeds import group_seed
 from echo2.core.types import GroupRef, Lease, SnapshotRef, Wait
 from echo2.head.decide import commands as do
 from echo2.head.decide import pacing, results
-from echo2.head.decide.groups import PlannedGroup, Standing
+from echo2.head.decide.groups import OWN, PlannedGroup, Standing
 from echo2.head.decide.state import PlannerState
-from echo2.head.fleet.decide.fleet import LOOK_AHEAD, UNKNOWN, Kind, Worker
+from echo2.head.fleet.decide.fleet import LOOK_AHEAD, UNKNOWN, Rank, Worker
 from echo2.head.strangers.decide import strangers
 
 #: Queued groups that are skipped at most for one worker, because they are reserved for other workers.
@@ -79,17 +80,20 @@ def grant(state: PlannerState, now: float) -> None:
         return
     grants: dict[tuple[str, str, int], list[Lease]] = {}
     for depth in range(LOOK_AHEAD):
-        served: set[Kind] = set()
-        while (worker := next_worker(state, depth, served)) is not None:
-            leases: list[Lease] = []
-            if depth == 0 or is_plenty(state, worker):
+        firsts = _first_of_kinds(state, depth)
+        while firsts:
+            rank, installed, ticket = heapq.heappop(firsts)
+            worker, leases = state.fleet.get(rank[-1]), list[Lease]()
+            if worker is not None and _has_work(state, installed, depth):
                 leases = eval_leases(state, worker, depth, now) or train_leases(state, worker, now)
             if not leases:
-                served.add((worker.installed, worker.ticket))
-            else:  # in deterministic mode leases granted together are sampled together: grant unit by unit
-                unit = leases[0].lease_id if state.options.deterministic else 0
-                grants.setdefault((worker.worker_id, leases[0].group.kind, unit), []).extend(leases)
+                continue
+            # in deterministic mode leases granted together are sampled together: grant unit by unit
+            unit = leases[0].lease_id if state.options.deterministic else 0
+            grants.setdefault((rank[-1], leases[0].group.kind, unit), []).extend(leases)
             state.settle(now)
+            if (following := state.fleet.first(depth, (installed, ticket))) is not None:
+                heapq.heappush(firsts, (following, installed, ticket))
     for (worker_id, kind, _), granted in grants.items():
         steps = sorted({lease.step for lease in granted})
         reason = f"free slots at the worker for {kind} groups of step{'s' if len(steps) > 1 else ''} "
@@ -97,27 +101,30 @@ def grant(state: PlannerState, now: float) -> None:
         state.emit(do.GrantLeases, reason, worker_id=worker_id, leases=tuple(granted))
 
 
-def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Worker | None:
-    """Return the least loaded worker with room at this depth, the first to join among equals, excluding the kinds in
-    `served`.
+def _first_of_kinds(state: PlannerState, depth: int) -> list[tuple[Rank, SnapshotRef | None, str]]:
+    """Return the least loaded worker with room at this depth, the first to join among equals, of each kind for which
+    there may be work: a heap.
     """
-    firsts = (
-        ranking.first()
-        for kind, ranking in state.fleet.rankings(depth).items()
-        if kind not in served and (state.options.deterministic or state.snapshots.has(kind[0]))
-    )
-    best = min((rank for rank in firsts if rank is not None), default=None)
-    return None if best is None else state.fleet.get(best[-1])
+    firsts = [
+        (rank, installed, ticket)
+        for installed, by_ticket in state.fleet.rankings(depth).items()
+        if (state.options.deterministic or state.snapshots.has(installed)) and _has_work(state, installed, depth)
+        for ticket, ranking in by_ticket.items()
+        if (rank := ranking.first()) is not None
+    ]
+    heapq.heapify(firsts)
+    return firsts
 
 
-def is_plenty(state: PlannerState, worker: Worker) -> bool:
-    """Whether groups may wait at this worker: only if there are enough to fill the slots of all workers. Otherwise they
-    are kept for the first worker to finish, because a group that waits behind others becomes the last of its step, and
-    the learner waits for it.
+def _has_work(state: PlannerState, installed: SnapshotRef | None, depth: int) -> bool:
+    """Whether there may be a group for a worker with this snapshot. Groups may wait at a worker (depth 1) only if there
+    are enough to fill the slots of all workers. Otherwise they are kept for the first worker to finish, because a group
+    that waits behind others becomes the last of its step, and the learner waits for it.
     """
-    if state.fleet.num_active == 1:
-        return True
-    last = min(last_step(state, worker.installed), state.options.max_steps - 1)
+    last = min(last_step(state, installed), state.options.max_steps - 1)
+    if depth == 0 or state.fleet.num_active == 1:
+        is_there = bool(state.evaluation.rounds) or state.groups.is_queued(last)
+        return is_there or any(room(state, step) > 0 for step in range(state.training.version, last + 1))
     num_unleased = sum(room(state, step) for step in range(state.training.version, last + 1))
     return num_unleased + state.groups.num_queued >= state.fleet.active_groups
 
@@ -364,16 +371,16 @@ def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | Non
             return False
         return strangers.has_credit(state, worker) and strangers.may_supply(state, worker, lease.step)
 
-    kinds = [
-        kind
-        for kind in state.fleet.rankings(0)
-        if state.snapshots.has(kind[0])
-        and last_step(state, kind[0]) >= lease.step
-        and not (kind[1] and kind[1] == ticket)
+    usable = [
+        (installed.version, by_ticket)
+        for installed, by_ticket in state.fleet.rankings(0).items()
+        if installed is not None and state.snapshots.has(installed) and last_step(state, installed) >= lease.step
     ]
-    for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
-        worker_id = state.fleet.rankings(0)[kind].first_that(may_help, HELPERS_MOST)
-        if worker_id is not None:
+    usable.sort(key=lambda one: -one[0])
+    own = (by_ticket[OWN] for _, by_ticket in usable if OWN in by_ticket)
+    others = (one for _, by_ticket in usable for other, one in by_ticket.items() if other not in (OWN, ticket))
+    for ranking in itertools.chain(own, others):
+        if (worker_id := ranking.first_that(may_help, HELPERS_MOST)) is not None:
             return state.fleet.get(worker_id)
     return None
 

@@ -298,6 +298,10 @@ class GroupBook:
         """Upper bound of the groups in queued units; some may be retired."""
         return len(self._pending) * self.groups_per_unit
 
+    def is_queued(self, last_step: int) -> bool:
+        """Whether a unit of a step up to this one is queued; its groups may be retired."""
+        return bool(self._pending) and self._pending[0][0] <= last_step
+
     def first_pending(self) -> tuple[int, int] | None:
         """Return (step, first number) of the next unit to lease, or None. Drops units without pending groups."""
         while self._pending:

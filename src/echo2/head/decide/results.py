@@ -306,7 +306,8 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
     elif record is not None:
         failed_by = record.fail(voice)
     is_heard = worker is None or worker.is_own or not strangers.own_can_work(state)
-    others = (one for one in state.fleet.active() if one.is_own or group.kind == "train")
+    active = (one for one in state.fleet if not (one.detached or one.standby))  # usually the first one ends the look
+    others = (one for one in active if one.is_own or group.kind == "train")
     if not ((len(failed_by) > 1 and is_heard) or all(_voice(one, one.worker_id) in failed_by for one in others)):
         return
     if record is not None and record.num_kept and reason == "environment_failed":

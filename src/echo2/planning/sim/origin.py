@@ -11,6 +11,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from echo2.core.decide.machine import Event
 from echo2.core.errors import InvariantError
@@ -76,8 +77,9 @@ class ChunkAsked(Event):
     chunk: bytes
 
 
-def cut(digest: bytes, base: bytes, count: int) -> dict[bytes, bytes]:
-    """Return the name and data of each chunk; `base` is empty for the whole content."""
+@lru_cache(maxsize=64)
+def cut(digest: bytes, base: bytes, count: int) -> Mapping[bytes, bytes]:
+    """Return the name and data of each chunk, which all workers share; `base` is empty for the whole content."""
     pieces = [digest + base + index.to_bytes(4, "big") for index in range(count)]
     return {hashlib.sha256(piece).digest(): piece for piece in pieces}
 
@@ -106,7 +108,7 @@ class SimOrigin:
         self.world, self.scenario, self.store, self.dialable, self.order = world, scenario, store, dialable, order
         self.machine = Broadcast(BroadcastOptions(plan_routes if scenario.peers == "trees" else None, scenario.fan_out))
         self.installed: dict[str, SnapshotRef | None] = {}
-        self.payloads: dict[PayloadId, tuple[SimManifest, dict[bytes, bytes]]] = {}
+        self.payloads: dict[PayloadId, tuple[SimManifest, Mapping[bytes, bytes]]] = {}
         self._has_delta: dict[PayloadId, bool] = {}
 
     def tell(self, event: bev.Event) -> None:
@@ -242,7 +244,7 @@ class Peering:
         self.manifests: dict[PayloadId, SimManifest] = {}
         self.weights, self.installed = b"", PayloadId(SnapshotRef(RUN_POLICY, 0, 0))
         self.base: tuple[SnapshotRef | None, bytes] = (None, b"")  # the engine's base model, and its digest
-        self._cut: dict[bytes, bytes] = {}
+        self._cut: Mapping[bytes, bytes] = {}
         self._lines: dict[str, _Line] = {}
         self._waiting: dict[ChunkAsked, list[str]] = {}
         self._wakes = 0

@@ -40,9 +40,12 @@ Kind = tuple[SnapshotRef | None, str]
 #: frees slots while others of the group still run; and a worker shall not idle for a round trip to the head.
 LOOK_AHEAD = 2
 #: Workers by load: samples asked for, a stranger's failures in a row, time of joining, worker id.
-Ranking = LazyHeap[str, tuple[int, int, float, str]]
+Rank = tuple[int, int, float, str]
+Ranking = LazyHeap[str, Rank]
 #: Where a worker is indexed: as having free slots (0), or room for groups that wait (1); and by its kind.
 Place = tuple[int, Kind]
+#: Workers by snapshot, and then by ticket: what holds for a snapshot is asked once, and not for each of many tickets.
+Rankings = dict[SnapshotRef | None, dict[str, Ranking]]
 
 
 @dataclass(slots=True)
@@ -136,7 +139,7 @@ class Fleet:
     silence: LazyHeap[str, float] = field(default_factory=LazyHeap)
     rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
     _places: dict[str, Place] = field(default_factory=dict)
-    _rankings: tuple[dict[Kind, Ranking], ...] = field(default_factory=lambda: ({}, {}))
+    _rankings: tuple[Rankings, ...] = field(default_factory=lambda: ({}, {}))
     _counted: dict[str, tuple[bool, bool, bool, bool, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -331,9 +334,8 @@ class Fleet:
         if depth is None:
             self._place(worker.worker_id, None)
             return
-        place = (depth, (worker.installed, worker.ticket))
-        self._place(worker.worker_id, place)
-        ranking = self._rankings[place[0]].setdefault(place[1], LazyHeap())
+        self._place(worker.worker_id, (depth, (worker.installed, worker.ticket)))
+        ranking = self._rankings[depth].setdefault(worker.installed, {}).setdefault(worker.ticket, LazyHeap())
         failures = 0 if worker.is_own else worker.failures_in_a_row
         rank = (worker.samples, failures, worker.joined_at, worker.worker_id)
         ranking.set(worker.worker_id, rank)
@@ -401,10 +403,13 @@ class Fleet:
         if old == place:
             return
         if old is not None:
-            ranking = self._rankings[old[0]][old[1]]
-            ranking.drop(worker_id)
-            if not ranking:
-                del self._rankings[old[0]][old[1]]
+            depth, (installed, ticket) = old
+            by_ticket = self._rankings[depth][installed]
+            by_ticket[ticket].drop(worker_id)
+            if not by_ticket[ticket]:
+                del by_ticket[ticket]
+            if not by_ticket:
+                del self._rankings[depth][installed]
         if place is None:
             del self._places[worker_id]
         else:
@@ -425,11 +430,16 @@ class Fleet:
         else:
             self._counted.pop(worker_id, None)
 
-    def rankings(self, depth: int) -> dict[Kind, Ranking]:
+    def rankings(self, depth: int) -> Rankings:
         """Return, for each kind, the workers that may get a group: with free slots (depth 0), or with room for waiting
         groups (depth 1).
         """
         return self._rankings[depth]
+
+    def first(self, depth: int, kind: Kind) -> Rank | None:
+        """Return the rank of the least loaded worker of this kind with room at this depth, which ends with its id."""
+        ranking = self._rankings[depth].get(kind[0], {}).get(kind[1])
+        return None if ranking is None else ranking.first()
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 

@@ -297,7 +297,7 @@ class _Walk:
         return batch
 
     def _is_plenty(self, worker: _Worker) -> bool:
-        """As `granting.is_plenty`: a worker may hold a second batch only while there is a batch for every worker."""
+        """As `granting._has_work`: a worker may hold a second batch only while there is a batch for every worker."""
         last = min(worker.version + self.demand.max_staleness, self.steps - 1)
         num_unissued = (last - self.frontier) * self.demand.groups_per_step + self.unissued
         return len(self.workers) == 1 or num_unissued >= self.active_groups

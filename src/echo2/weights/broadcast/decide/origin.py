@@ -7,8 +7,9 @@ other, senders of wrong bytes) outlives the payload.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from echo2.core.decide.machine import StateMachine
@@ -75,7 +76,8 @@ class Broadcast(StateMachine):
         self.accused: dict[str, set[str]] = {}
         self.accusers: dict[str, set[str]] = {}
         self.tickets: dict[str, str] = {}
-        self._middle_up: float | None = None
+        self._ups = list[float]()  # sorted, as members measured them
+        self._far_downs = list[float]()  # likewise, of the owner's machines that are not this one
         self._reason = ""
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
@@ -148,11 +150,8 @@ class Broadcast(StateMachine):
         return max(1e-9, measured * self.bias.get(worker_id, 1.0))
 
     def _usual_up(self) -> float:
-        """Return the median uplink. It is cached until the members change, because it is read far more often."""
-        if self._middle_up is None:
-            rates = sorted(member.up for member in self.members.values() if member.up)
-            self._middle_up = rates[len(rates) // 2] if rates else 1.0
-        return self._middle_up
+        """Return the median uplink."""
+        return self._ups[len(self._ups) // 2] if self._ups else 1.0
 
     def _can_serve(self, source: str, worker_id: str) -> bool:
         return (
@@ -168,9 +167,7 @@ class Broadcast(StateMachine):
         member = Receiver(event.worker_id, event.address, event.reach)
         if old is not None:
             member = replace(member, up=old.up, down=old.down)
-        self.members[event.worker_id] = member
-        self.tickets[event.worker_id] = event.ticket
-        self._middle_up = None
+        self._put(event.worker_id, member, event.ticket)
         self._forget_pairs(event.worker_id)
         self._reason = f"{event.worker_id} is here" if old is None else f"{event.worker_id} is back, or moved"
         moved = old is not None and (old.address, old.reach) != (member.address, member.reach)
@@ -179,6 +176,27 @@ class Broadcast(StateMachine):
                 plan.changed[event.worker_id] = None
             if moved:
                 self._link_anew(plan, member)
+
+    def _put(self, worker_id: str, member: Receiver | None, ticket: str = "") -> None:
+        """Replace a member (None: it left). The rates that members measured stay sorted: to sort those of all members
+        at each join or measurement would take a large fleet seconds.
+        """
+        if (old := self.members.get(worker_id)) is not None:
+            for rates, rate in self._rates_of(old, self.tickets[worker_id]):
+                del rates[bisect.bisect_left(rates, rate)]
+        if member is None:
+            self.members.pop(worker_id, None)
+            self.tickets.pop(worker_id, None)
+            return
+        self.members[worker_id], self.tickets[worker_id] = member, ticket
+        for rates, rate in self._rates_of(member, ticket):
+            bisect.insort(rates, rate)
+
+    def _rates_of(self, member: Receiver, ticket: str) -> Iterator[tuple[list[float], float]]:
+        if member.up:
+            yield self._ups, member.up
+        if member.down and not ticket and member.reach != ONE_MACHINE:
+            yield self._far_downs, member.down
 
     def _link_anew(self, plan: RoutePlan, member: Receiver) -> None:
         """After a change of a member's address: tell its neighbours, and unlink those that can no longer reach it."""
@@ -198,9 +216,7 @@ class Broadcast(StateMachine):
 
     def _left(self, event: ev.MemberLeft) -> None:
         self._move_away(event.worker_id, f"{event.worker_id} is gone: {event.reason}", is_gone=True)
-        self.members.pop(event.worker_id, None)
-        self.tickets.pop(event.worker_id, None)
-        self._middle_up = None
+        self._put(event.worker_id, None)
         self.holdings.pop(event.worker_id, None)
         self.bias.pop(event.worker_id, None)
         self._forget_pairs(event.worker_id)
@@ -219,8 +235,8 @@ class Broadcast(StateMachine):
             self.origin_up = event.up or self.origin_up
         elif event.worker_id in self.members:
             member = self.members[event.worker_id]
-            self._middle_up = None
-            self.members[event.worker_id] = replace(member, up=event.up or member.up, down=event.down or member.down)
+            measured = replace(member, up=event.up or member.up, down=event.down or member.down)
+            self._put(event.worker_id, measured, self.tickets[event.worker_id])
             if self.options.origin_up is None:
                 self.origin_up = self._origin_up()
 
@@ -228,6 +244,8 @@ class Broadcast(StateMachine):
         """Estimate the origin's uplink by the median downlink measured by members, which the origin has sustained.
         Members on its own machine, which use no network link, count only where there are no others.
         """
+        if self._far_downs:
+            return self._far_downs[len(self._far_downs) // 2]
         far = [member for member in self.members.values() if member.reach != ONE_MACHINE]
         for members in (far, self.members.values()):
             if downs := self._downs(members):
