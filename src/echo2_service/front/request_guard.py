@@ -45,6 +45,7 @@ STATUS = {
     "too_large": 413,
     "oversized": 413,
     "rate": 429,
+    "full": 503,
 }
 #: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
 #: and quoted paths go as a whole.
