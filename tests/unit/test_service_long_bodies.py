@@ -6,17 +6,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from starlette.responses import Response
 
 from disk_cases import no_file_beyond
+from echo2_service import limits
+from echo2_service.backend import TrainOutput
 from echo2_service.front.body_reader import LONG_BYTES
+from echo2_service.front.data import answer_as_json, train_answer
+from echo2_service.front.request_guard import Body, Counted, Traffic
 from front_service import PROTO, Service, protobuf
 
 
@@ -150,9 +158,50 @@ def test_a_file_that_nobody_asked_for_is_removed(service: Service) -> None:
     assert not left.exists()
 
 
+def test_a_body_is_handed_on_without_a_copy() -> None:
+    """A copy of 32 MiB kept the event loop for 20 to 50 ms, and one for each piece of a long answer for seconds."""
+    body = Body()
+    for part in (b"x" * 1000, b"y" * 50_000):
+        body.add(part)
+    content = body.content
+    assert content == b"x" * 1000 + b"y" * 50_000
+    assert body.content is content
+    body.set(content)
+    assert body.content is content
+    assert len(body) == len(content) == 51_000
+
+
+@pytest.mark.parametrize("size", [0, 1, limits.PROGRESS_BYTES, limits.PROGRESS_BYTES + 1, 3 * limits.PROGRESS_BYTES])
+def test_a_long_answer_is_sent_in_pieces(size: int) -> None:
+    pieces: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            pieces.append(message["body"])
+            assert message.get("more_body", False) == (sum(map(len, pieces)) < size)
+
+    text = random.Random(size).randbytes(size)
+    scope, passage = {"type": "http", "method": "GET"}, Traffic().begin("ada")
+    asyncio.run(Counted(Response(text), passage)(scope, send, send))  # nothing is received
+    assert b"".join(pieces) == text
+    assert max(map(len, pieces)) <= limits.PROGRESS_BYTES
+
+
+def test_a_long_answer_in_json_is_encoded_part_by_part() -> None:
+    """No other thread runs while a part is encoded: 40 ms for the answer to a body of 10 MB."""
+    output = TrainOutput([array("f", [-1.5] * 1000)] * 50, {"loss:sum": 2.0})
+    answered = answer_as_json("forward_backward", train_answer(output, [0] * 50))
+    assert {type(part) for part in answered["loss_fn_outputs"]} == {msgspec.Raw}
+    read = msgspec.json.decode(msgspec.json.encode(answered))
+    tensor = {"data": [-1.5] * 1000, "dtype": "float32", "shape": [1000]}
+    assert read["loss_fn_outputs"] == [{"logprobs": tensor}] * 50
+    assert read["metrics"] == {"loss:sum": 2.0}
+
+
 #: A front; then blocks of 1 MiB come and go, with small ones between them that stay. Prints the MiB that are kept.
 KEPT = """
 import sys
+from array import array
 from pathlib import Path
 from front_server import FrontServer
 

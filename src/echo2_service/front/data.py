@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
@@ -292,19 +293,27 @@ def _batched(rows: Sequence[Floats], width: int) -> pb.BatchedTensor:
 
 
 def answer_as_json(kind: str, answer: bytes) -> dict[str, Any]:
-    """Convert an answer for a client that accepts only JSON."""
+    """Convert an answer for a client that accepts only JSON. Its long parts are encoded one by one: nobody else runs
+    while one is.
+    """
     if kind == "sample":
-        return sample_as_json(pb.SampleResponse.FromString(answer))
+        sample = sample_as_json(pb.SampleResponse.FromString(answer))
+        return {**sample, "sequences": [_encoded(sequence) for sequence in sample["sequences"]]}
     message = pb.ForwardBackwardOutput.FromString(answer)
-    outputs: list[dict[str, Any]] = []
+    outputs: list[msgspec.Raw] = []
     for record in message.loss_fn_outputs:
         batch = record.fields["logprobs"]
         offsets = np.frombuffer(batch.offsets, dtype="<i8") // 4
         flat, width = np.frombuffer(batch.data, dtype="<f4"), list(batch.trailing_shape)
         for begin, end in itertools.pairwise(offsets):
             shape = [int(end - begin) // (width[0] if width else 1), *width]
-            outputs.append({"logprobs": {"data": flat[begin:end].tolist(), "dtype": "float32", "shape": shape}})
+            tensor = {"data": flat[begin:end].tolist(), "dtype": "float32", "shape": shape}
+            outputs.append(_encoded({"logprobs": tensor}))
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(message.metrics)}
+
+
+def _encoded(part: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(part))
 
 
 def check_scores(spec: SampleSpec) -> None:
