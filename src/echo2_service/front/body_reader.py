@@ -142,7 +142,8 @@ class BodyReader:
             await asyncio.to_thread(Path(call.body).write_bytes, body)
             answer = await self._process.call(call)
         except UserError as error:
-            raise PeerError("malformed", str(error)) from error
+            reason, _, detail = str(error).partition(": ")
+            raise PeerError(reason, detail) from error
         except (OSError, InvariantError) as error:
             if isinstance(error, InvariantError) and str(error) != FULL:
                 raise

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from echo2.core.devices import map_large_blocks
-from echo2.core.errors import NoRoomError
+from echo2.core.errors import NoRoomError, PeerError, UserError
 from echo2_service.backend import Answer, Call, ReadCall, TextCall
 from echo2_service.calling import serve, write_work
 from echo2_service.front.data import read_training
@@ -30,7 +30,11 @@ def _read(call: Call, number: int) -> Answer:
         texts = [tokenizer.decode(row.tolist(), skip_special_tokens=False) if tokenizer else "" for row in call.rows]
         return Answer(number, texts=texts)
     assert isinstance(call, ReadCall)
-    work, path = read_training(Path(call.body).read_bytes(), call.is_protobuf, call.forward_only), Path(call.work)
+    path = Path(call.work)
+    try:
+        work = read_training(Path(call.body).read_bytes(), call.is_protobuf, call.forward_only)
+    except PeerError as error:
+        raise UserError(str(error)) from error  # with its reason
     try:
         return Answer(number, work=write_work(path, work, path.name))
     except OSError as error:
