@@ -37,6 +37,7 @@ from echo2_service.backend import (
     TrainOutput,
     UnloadCall,
 )
+from echo2_service.calling import with_data
 
 VOCABULARY = 16
 END = 0
@@ -63,7 +64,8 @@ class OneRowBackend:
         match call:
             case CreateModelCall(model, spec):
                 await self.create_model(model, spec)
-            case ForwardBackwardCall(model, operation, data, loss, params, forward_only):
+            case ForwardBackwardCall(model, operation, _, loss, params, forward_only):
+                data = with_data(call).data
                 return Answer(trained=await self.forward_backward(model, operation, data, loss, params, forward_only))
             case OptimStepCall(model, operation, adam):
                 return Answer(metrics=await self.optim_step(model, operation, adam))

@@ -10,9 +10,10 @@ this process. Clients are another process, with the SDK's requests over HTTP and
                of 8 x 128 tokens and samples of 16: how long each takes, memory of each process, and CPU time of each
                for a step and a sample, of which the front's has the heartbeats
     sessions   opened, with a model each, and finished, one after the other; memory after each quarter
-    bodies     four tenants send forward_backward bodies of 10 MB at once, protobuf and JSON, beside one that makes
-               steps. The learner refuses them at their first datum, for what is measured is the front: how late its
-               event loop is, every 5 ms, and how long it computed meanwhile, which does not depend on other programs
+    bodies     four tenants send forward_backward bodies of 10 MB without a pause, protobuf and JSON, beside one that
+               makes steps, and one whose heartbeats and `get_info` are timed. The learner refuses them at their first
+               datum, for what is measured is the front: how late its event loop is, every 5 ms, and how long it
+               computed meanwhile, which does not depend on other programs; CPU time; memory at most and afterwards
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,9 @@ from echo2_service.front.request_guard import ApiKeys
 
 BASE = "echo2/tiny"
 PROTOBUF = {"content-type": "application/x-protobuf"}
-TICK_SECONDS, HEARTBEAT_SECONDS = 0.005, 10.0
+TICK_SECONDS, HEARTBEAT_SECONDS, SMALL_CALL_SECONDS = 0.005, 10.0, 0.02
+#: Ticks after which memory is looked at.
+MEMORY_TICKS = 20
 #: A silent connection is used again for so long.
 KEPT_SECONDS = 30.0
 BODY_BYTES = 10 << 20
@@ -68,7 +72,7 @@ class Client:
     def heart(self) -> Client:
         """For its heartbeats: another connection."""
         other = Client(self._port, self._key)
-        other.session = self.session
+        other.session, other.model = self.session, self.model
         return other
 
     def post(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -132,8 +136,13 @@ class Client:
 
 
 def protobuf(model: str, number: int, num_data: int, length: int, first_target: int = 1) -> bytes:
-    message = pb.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn="cross_entropy")
-    tokens = np.arange(length) % TOKENS
+    head = pb.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn="cross_entropy")
+    return head.SerializeToString() + protobuf_data(num_data, length, first_target)
+
+
+@cache
+def protobuf_data(num_data: int, length: int, first_target: int) -> bytes:
+    message, tokens = pb.ForwardBackwardRequest(), np.arange(length) % TOKENS
     for place in range(num_data):
         datum, targets = message.data.add(), tokens.astype("<i8")
         targets[0] = first_target if place == 0 else 1
@@ -147,6 +156,12 @@ def protobuf(model: str, number: int, num_data: int, length: int, first_target: 
 
 def as_json(model: str, number: int, num_data: int, length: int, first_target: int) -> bytes:
     """The same as JSON, as SDKs before protobuf send it."""
+    head = json.dumps({"model_id": model, "seq_id": number, "forward_backward_input": None})
+    return head.removesuffix("null}").encode() + json_data(num_data, length, first_target) + b"}"
+
+
+@cache
+def json_data(num_data: int, length: int, first_target: int) -> bytes:
     data = []
     for place in range(num_data):
         tokens = [token % TOKENS for token in range(length)]
@@ -157,8 +172,7 @@ def as_json(model: str, number: int, num_data: int, length: int, first_target: i
         }
         prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
         data.append({"model_input": prompt, "loss_fn_inputs": inputs})
-    given = {"data": data, "loss_fn": "cross_entropy"}
-    return json.dumps({"model_id": model, "seq_id": number, "forward_backward_input": given}).encode()
+    return json.dumps({"data": data, "loss_fn": "cross_entropy"}).encode()
 
 
 def timed(action: Callable[[], object], times: int) -> list[float]:
@@ -202,6 +216,16 @@ def send_bodies(client: Client, times: int) -> list[float]:
     return [one(*kind) for _ in range(times) for kind in kinds]
 
 
+def small_calls(client: Client, senders: Sequence[Future[Any]]) -> list[float]:
+    """Seconds of small calls, one after the other, until all bodies are sent."""
+    found = []
+    while not all(sender.done() for sender in senders):
+        found += timed(lambda: client.ok("session_heartbeat", {"session_id": client.session}), 1)
+        found += timed(lambda: client.ok("get_info", {"model_id": client.model}), 1)
+        time.sleep(SMALL_CALL_SECONDS)
+    return found
+
+
 def serve_orders(port: int, keys: list[str]) -> None:
     """The process of the clients: carries out the orders on stdin, one a line, and answers each with a line."""
     clients: list[Client] = []
@@ -231,10 +255,15 @@ def serve_orders(port: int, keys: list[str]) -> None:
 
             found = {"seconds": sum(timed(come_and_go, number))}
         elif name == "bodies":
-            with ThreadPoolExecutor(SENDERS + 1) as pool:
+            # Made before, for all: while one is encoded, no other thread of this process sends.
+            protobuf_data(BODY_BYTES // (16 * LENGTH), LENGTH, TOKENS * 1000)
+            json_data(BODY_BYTES // (14 * LENGTH), LENGTH, TOKENS * 1000)
+            with ThreadPoolExecutor(SENDERS + 2) as pool:
                 senders = [pool.submit(send_bodies, client, number) for client in clients[1 : SENDERS + 1]]
                 steps = pool.submit(timed, clients[0].step, 3 * number)
-                found = {"body": [second for each in senders for second in each.result()], "step": steps.result()}
+                small = pool.submit(small_calls, clients[-1].heart(), senders)
+                found = {"body": [second for each in senders for second in each.result()]}
+                found |= {"step": steps.result(), "small": small.result()}
         print(json.dumps(found), flush=True)
     is_over.set()
 
@@ -248,6 +277,7 @@ class LoopWatch:
     def __init__(self) -> None:
         self.late: list[float] = []
         self.computed: list[float] = []
+        self.most_bytes = 0
 
     async def watch(self) -> None:
         while True:
@@ -255,11 +285,14 @@ class LoopWatch:
             await asyncio.sleep(TICK_SECONDS)
             self.late.append(time.perf_counter() - began - TICK_SECONDS)
             self.computed.append(time.thread_time() - computed)
+            if len(self.late) % MEMORY_TICKS == 0:
+                self.most_bytes = max(self.most_bytes, psutil.Process().memory_info().rss)
 
     def told(self) -> dict[str, Any]:
         """Milliseconds since the last call."""
         found = {"late_ms": quantiles(self.late), "computed_ms": quantiles(self.computed), "ticks": len(self.late)}
-        self.late, self.computed = [], []
+        found |= {"cpu_s": round(sum(self.computed), 2), "most_mib": round(self.most_bytes / 2**20, 1)}
+        self.late, self.computed, self.most_bytes = [], [], 0
         return found
 
 
@@ -336,12 +369,12 @@ async def service(folder: Path, num_keys: int) -> Any:
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     watch, found = LoopWatch(), dict[str, Any](tenants=[], sessions=[])
-    async with service(folder, max(*options.tenants, SENDERS + 1) + 1) as clients:
+    async with service(folder, max(*options.tenants, SENDERS + 2) + 1) as clients:
         watching = asyncio.create_task(watch.watch())
         for count in options.tenants:
             found["tenants"].append({"tenants": count, **await beside_idle(clients, count, options.times, watch)})
             print(found["tenants"][-1], flush=True)
-        await clients.do("settle", max(*options.tenants, SENDERS + 1))
+        await clients.do("settle", max(*options.tenants, SENDERS + 2))
         found["bodies"] = await large_bodies(clients, options.times // 5, watch)
         print(found["bodies"], flush=True)
         for quarter in range(1, 5):
@@ -366,9 +399,12 @@ async def beside_idle(clients: Clients, count: int, times: int, watch: LoopWatch
 
 async def large_bodies(clients: Clients, times: int, watch: LoopWatch) -> dict[str, Any]:
     watch.told()
+    before = cpu_seconds(clients.process.pid)
     seconds = await clients.do("bodies", times)
-    row = {"senders": SENDERS, "bytes": BODY_BYTES, "bodies": len(seconds["body"]), "loop": watch.told()}
-    row |= {f"{name}_ms": quantiles(seconds[name]) for name in ("body", "step")}
+    used = cpu_seconds(clients.process.pid)
+    row: dict[str, Any] = {"senders": SENDERS, "bytes": BODY_BYTES, "bodies": len(seconds["body"])}
+    row |= {"loop": watch.told(), "cpu_s": {name: round(used[name] - before.get(name, 0.0), 2) for name in used}}
+    row |= {f"{name}_ms": quantiles(seconds[name]) for name in ("body", "step", "small")}
     return {**row, "mib": memory(clients.process.pid)}
 
 

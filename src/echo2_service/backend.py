@@ -75,7 +75,13 @@ class ClientDatum:
 
 @dataclass(frozen=True, slots=True)
 class TrainWork:
-    """A parsed `forward_backward`: its settings, and its data or, in `error`, what is wrong with the data."""
+    """A parsed `forward_backward`: its settings, and its data or, in `error`, what is wrong with the data.
+
+    widths       targets a token of each datum; 0 where they have one dimension
+    num_counted  those of the `num_tokens` that count in the loss
+    digest       identifies a repeated request
+    request      the request whose file has the data, so that `data` is empty; empty: none
+    """
 
     model: str
     seq: int | None
@@ -85,6 +91,10 @@ class TrainWork:
     params: dict[str, float]
     forward_only: bool
     error: str = ""
+    num_tokens: int = 0
+    num_counted: int = 0
+    digest: str = ""
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +192,9 @@ class CreateModelCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardBackwardCall(msgspec.Struct, frozen=True, tag=True):
-    """Add up the gradients of the *sum* of the data's token losses, never a mean (`learner/losses.py`)."""
+    """Add up the gradients of the *sum* of the data's token losses, never a mean (`learner/losses.py`). `file`: has the
+    data (`calling.with_data`); it stays until the call is answered.
+    """
 
     model: str
     operation: int
@@ -190,6 +202,7 @@ class ForwardBackwardCall(msgspec.Struct, frozen=True, tag=True):
     loss: str
     params: dict[str, float]
     forward_only: bool = False
+    file: str = ""
 
 
 class OptimStepCall(msgspec.Struct, frozen=True, tag=True):
@@ -248,9 +261,11 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadCall(msgspec.Struct, frozen=True, tag=True):
-    """Read training data in JSON."""
+    """Read training data in the file BODY, and write them to the file WORK (`calling.write_work`)."""
 
-    body: bytes
+    body: str
+    work: str
+    is_protobuf: bool
     forward_only: bool
 
 

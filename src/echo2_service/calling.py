@@ -1,7 +1,9 @@
 """Both ends of a process that answers calls. The caller starts it, restarts it when it dies, and sends all unanswered
 calls again; the process reads them from stdin until its parent is gone.
 
-Messages are MessagePack in frames. msgspec checks the types. Arrays are sent as their type code and their bytes.
+Messages are MessagePack in frames. msgspec checks the types. Arrays are sent as their type code and their bytes. Long
+training data go from one process to another in a file, which the calls name: to encode and send 10 MB would keep the
+caller's event loop for 60 ms.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import os
 import sys
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -27,9 +29,19 @@ from echo2.core.frames import read_frame, receive_frame
 from echo2.core.logs import TAIL_BYTES, WORDLESS, last_words
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
-from echo2_service.backend import Answer, Call, CancelCall, JournalRecord, Request
+from echo2_service.backend import (
+    Answer,
+    Call,
+    CancelCall,
+    ClientDatum,
+    ForwardBackwardCall,
+    JournalRecord,
+    Request,
+    TrainWork,
+)
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Type codes of the arrays that may be sent.
 _CODES = ("i", "f", "d")
@@ -57,6 +69,8 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 REQUESTS = msgspec.msgpack.Decoder(Request, dec_hook=_typed)
 ANSWERS = msgspec.msgpack.Decoder(Answer, dec_hook=_typed)
 RECORDS = msgspec.msgpack.Decoder(JournalRecord, dec_hook=_typed)
+_WORK = msgspec.msgpack.Decoder(TrainWork, dec_hook=_typed)
+_DATA = msgspec.msgpack.Decoder(list[ClientDatum], dec_hook=_typed)
 #: The first bytes of each JournalRecord: a map, and the first name in it.
 RECORD_BEGINNING = bytes([0x80 | len(JournalRecord.__struct_fields__)]) + _ENCODER.encode("operation")
 
@@ -73,6 +87,51 @@ def frame(message: Request | Answer | JournalRecord) -> bytes:
         PeerError: "oversized".
     """
     return frames.frame(_ENCODER.encode(message))
+
+
+def write_work(path: Path, work: TrainWork, request: str) -> TrainWork:
+    """Write training data to the file of a request: a frame with the rest of the work, then one with the data. Return
+    that rest.
+
+    Raises:
+        OSError: it cannot be written. PeerError: "oversized".
+    """
+    rest = replace(work, data=[], request=request)
+    with path.open("wb") as file:
+        for part in (rest, work.data):
+            file.write(frames.frame(_ENCODER.encode(part)))
+    return rest
+
+
+def read_work(path: Path) -> TrainWork:
+    """Return what a file of `write_work` has beside the data.
+
+    Raises:
+        InvariantError: the file is gone or damaged.
+    """
+    return _read_part(path, 0, _WORK)
+
+
+def with_data(call: ForwardBackwardCall) -> ForwardBackwardCall:
+    """Return the call with the data from its file, if it names one.
+
+    Raises:
+        InvariantError: the file is gone or damaged.
+    """
+    if not call.file:
+        return call
+    return msgspec.structs.replace(call, data=_read_part(Path(call.file), 1, _DATA), file="")
+
+
+def _read_part(path: Path, place: int, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    try:
+        with path.open("rb") as file:
+            for _ in range(place):
+                read_frame(file)
+            return decoder.decode(read_frame(file) or b"")
+    except (OSError, PeerError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.error("the training data in %s: %s", path, error)
+        raise InvariantError("The request's training data are gone or damaged: send them again.") from error
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ import pytest
 
 from disk_cases import no_file_beyond
 from echo2.config.sections import LoraConfig
-from echo2.core.errors import NoRoomError, UserError
+from echo2.core.errors import InvariantError, NoRoomError, UserError
 from echo2_service import calling
-from echo2_service.backend import CreateModelCall, ForwardBackwardCall, ModelSpec, OptimStepCall, UnloadCall
+from echo2_service.backend import CreateModelCall, ForwardBackwardCall, ModelSpec, OptimStepCall, TrainWork, UnloadCall
 from echo2_service.learner import models as models_module
 from service_cases import some_data
 from test_service_learner import ADAM, Client
@@ -82,3 +82,21 @@ def test_a_model_that_cannot_leave_memory_lets_another_leave(client: Client, mon
     with no_file_beyond(100):  # `same`, which rests longer, has a step that no checkpoint holds
         client.call(CreateModelCall("new", ModelSpec("tiny", rank=2)))
     assert [name in client.tenants for name in ("m", "same", "new")] == [False, True, True]
+
+
+def test_data_in_a_file_are_in_the_journal_when_the_file_may_go(client: Client, tmp_path: Path) -> None:
+    file, losses = tmp_path / "data", []
+    work = TrainWork("m", 1, some_data("1"), [0] * 4, "cross_entropy", {}, False)
+    assert calling.write_work(file, work, "req_1").data == [] != work.data
+    for model, call in (("same", {"data": work.data}), ("m", {"data": [], "file": str(file)})):
+        answer = client.call(ForwardBackwardCall(model, 1, loss="cross_entropy", params={}, **call)).trained
+        assert answer is not None
+        losses.append(answer.metrics)
+    file.unlink()
+    client.restart()
+    norms = [client.call(OptimStepCall(model, 2, ADAM)).metrics for model in ("same", "m")]
+    assert losses[0] == losses[1]
+    assert norms[0] == norms[1]
+    with pytest.raises(InvariantError, match="gone or damaged"):
+        client.call(ForwardBackwardCall("m", 3, [], "cross_entropy", {}, file=str(file)))
+    assert client.loss("m", 3) == client.loss("same", 3), "a fault of the disk is no outcome"

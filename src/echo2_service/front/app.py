@@ -97,7 +97,7 @@ class App:
         self.database, self.clock = database, clock
         self.work = Work(database, backend, Storage(database, backend, directory, self.tariff), clock)
         self.bills = Bills(database, self.tariff)
-        self.bodies = BodyReader(directory.parent / "reader.log")
+        self.bodies = BodyReader(directory / ARRIVING, directory.parent / "reader.log")
         self.curves = Curves(database, self.bills)
         self.dispatcher = Dispatcher(database, self.work, self.bills, self.curves, self.bodies, clock, ticks)
         self.cleaning = Cleaning(self.work, self.dispatcher, ticks)

@@ -6,6 +6,7 @@ or all behind it wait for five and a half minutes, and fail. `numbered` finds th
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -269,6 +270,11 @@ def parse(kind: type[T], body: bytes) -> T:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise PeerError("malformed", _half_character(body) or str(error) or type(error).__name__) from error
+
+
+def digest_of(body: bytes) -> str:
+    """Return the digest that identifies a repeated request."""
+    return hashlib.sha256(body).hexdigest()
 
 
 def check_parts(text: bytes) -> None:

@@ -30,7 +30,7 @@ from echo2_service.front.database import (
     requests,
     sessions,
 )
-from echo2_service.front.dispatch import Dispatcher
+from echo2_service.front.dispatch import TRAINING, Dispatcher
 from echo2_service.front.usage import TENANT_PREFIX, sampler_directories
 from echo2_service.front.work import Work
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 SILENCE_SECONDS = 1800.0
 KEPT_SECONDS = 86400.0
 ANSWER_SECONDS_MIN = 600.0
-#: Subdirectory for tenants' own adapters during their import.
+#: Subdirectory for tenants' own adapters during their import, and for long bodies while they are read.
 ARRIVING = "arriving"
 #: Rows that are looked at at a time.
 ROWS = 1000
@@ -157,7 +157,7 @@ class Cleaning:
         await self._storage.measure_all()
 
     async def _remove_leftovers(self, _: float = 0.0) -> None:
-        """Remove entries that no checkpoint, no sampler of a live session and no open save refers to.
+        """Remove entries that no checkpoint, no sampler of a live session and no open request refers to.
 
         A request that was open before an entry became unreferenced may still read it, so the entry is kept until that
         request has ended: one of its tenant, or anybody's that loads a published checkpoint.
@@ -179,14 +179,15 @@ class Cleaning:
                 yield path
 
     def _unnamed(self, database: Database) -> list[Path]:
-        """Return the entries that are not in use, `NAME/` or `.NAME.partial`. Runs in a thread, while saves begin and
-        end: it looks for names in the order in which they are handed on, from a save to a checkpoint to a sampler.
+        """Return the entries that are not in use, `NAME/` or `.NAME.partial`, or a file NAME of training data. Runs in
+        a thread, while requests begin and end: it looks for names in the order in which they are handed on, from a
+        request to a checkpoint to a sampler.
         """
         entries, arriving = list(self._entries()), set(self._storage.arriving)
-        kinds = ("save_weights", "save_weights_for_sampler")
-        saves = {row.id for row in database.select(requests, columns=["id"], kind=kinds, state=OPEN)}
+        kinds = ("save_weights", "save_weights_for_sampler", *TRAINING)
+        filed = {row.id for row in database.select(requests, columns=["id"], kind=kinds, state=OPEN)}
         saved = database.values(checkpoints.c.directory)
-        named = arriving | saves | {Path(path).name for path in saved | sampler_directories(database)}
+        named = arriving | filed | {Path(path).name for path in saved | sampler_directories(database)}
         return [path for path in entries if path.name.lstrip(".").split(".")[0] not in named]
 
     def _oldest_readers(self) -> dict[Path, float]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import sqlalchemy as sql
 
 from echo2_service import limits
@@ -39,12 +38,8 @@ class Trained:
 
 
 def trained(work: TrainWork, metrics: Mapping[str, float]) -> Trained:
-    """Return what was trained. A token counts if its weight, or else its advantage, is not 0."""
-    counted = 0
-    for datum in work.data:
-        column = datum.weights if datum.weights is not None else datum.advantages
-        counted += len(datum.targets) if column is None else int(np.count_nonzero(np.frombuffer(column)))
-    return Trained(sum(len(datum.tokens) for datum in work.data), counted, metrics.get("loss:sum", 0.0))
+    """Return what was trained."""
+    return Trained(work.num_tokens, work.num_counted, metrics.get("loss:sum", 0.0))
 
 
 class Curves:

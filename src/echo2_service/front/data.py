@@ -10,8 +10,10 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
@@ -27,6 +29,7 @@ from echo2_service.front.bodies import (
     SampleBody,
     TensorBody,
     TrainBody,
+    digest_of,
     not_text,
     parse,
     prompt_tokens,
@@ -48,8 +51,17 @@ Array: TypeAlias = NDArray[Any]
 NO_LOGPROB = -99999.0
 
 
-def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:
-    """Return the work in a protobuf body, and canonical bytes that are the same for the same work.
+def read_training(body: bytes, is_protobuf: bool, forward_only: bool = False) -> TrainWork:
+    """Return the work in the body of a `forward_backward`, or of a `forward` of an SDK that sends JSON.
+
+    Raises:
+        PeerError: the body is not such a message, or has too many parts.
+    """
+    return read_protobuf(body) if is_protobuf else read_json(body, forward_only)
+
+
+def read_protobuf(body: bytes) -> TrainWork:
+    """Return the work in a protobuf body. Its digest is that of canonical bytes, which are the same for the same work.
 
     Raises:
         PeerError: the body is not such a message, or has too many parts.
@@ -70,17 +82,22 @@ def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:
         data = _read_all(message.data, _protobuf_datum)
     except UserError as error:
         params, error_text = {}, str(error)
-    work = TrainWork(
-        message.model_id,
-        message.seq_id or None,
-        [datum for datum, _ in data],
-        [width for _, width in data],
-        message.loss_fn,
-        params,
-        message.forward_only,
-        error_text,
+    digest = digest_of(message.SerializeToString(deterministic=True))
+    begun = TrainWork(
+        message.model_id, message.seq_id or None, [], [], message.loss_fn, params, message.forward_only, error_text
     )
-    return work, message.SerializeToString(deterministic=True)
+    return _with_data(begun, data, digest)
+
+
+def _with_data(work: TrainWork, data: Sequence[tuple[ClientDatum, int]], digest: str) -> TrainWork:
+    """Return the work with these data. A token counts if its weight, or else its advantage, is not 0."""
+    rows, counted = [datum for datum, _ in data], 0
+    for datum in rows:
+        column = datum.weights if datum.weights is not None else datum.advantages
+        counted += len(datum.targets) if column is None else int(np.count_nonzero(np.frombuffer(column)))
+    tokens = sum(len(datum.tokens) for datum in rows)
+    widths = [width for _, width in data]
+    return replace(work, data=rows, widths=widths, num_tokens=tokens, num_counted=counted, digest=digest)
 
 
 def _params(message: pb.ForwardBackwardRequest) -> dict[str, float]:
@@ -106,8 +123,8 @@ def read_json(body: bytes, forward_only: bool) -> TrainWork:
         error = ""
     except UserError as problem:
         data, params, error = [], {}, str(problem)
-    rows, widths = [datum for datum, _ in data], [width for _, width in data]
-    return TrainWork(parsed.model_id, parsed.seq_id, rows, widths, loss_body.loss_fn, params, forward_only, error)
+    begun = TrainWork(parsed.model_id, parsed.seq_id, [], [], loss_body.loss_fn, params, forward_only, error)
+    return _with_data(begun, data, digest_of(body))
 
 
 def _json_data(loss_body: LossBody) -> tuple[list[tuple[ClientDatum, int]], dict[str, float]]:
@@ -276,19 +293,27 @@ def _batched(rows: Sequence[Floats], width: int) -> pb.BatchedTensor:
 
 
 def answer_as_json(kind: str, answer: bytes) -> dict[str, Any]:
-    """Convert an answer for a client that accepts only JSON."""
+    """Convert an answer for a client that accepts only JSON. Its long parts are encoded one by one: nobody else runs
+    while one is.
+    """
     if kind == "sample":
-        return sample_as_json(pb.SampleResponse.FromString(answer))
+        sample = sample_as_json(pb.SampleResponse.FromString(answer))
+        return {**sample, "sequences": [_encoded(sequence) for sequence in sample["sequences"]]}
     message = pb.ForwardBackwardOutput.FromString(answer)
-    outputs: list[dict[str, Any]] = []
+    outputs: list[msgspec.Raw] = []
     for record in message.loss_fn_outputs:
         batch = record.fields["logprobs"]
         offsets = np.frombuffer(batch.offsets, dtype="<i8") // 4
         flat, width = np.frombuffer(batch.data, dtype="<f4"), list(batch.trailing_shape)
         for begin, end in itertools.pairwise(offsets):
             shape = [int(end - begin) // (width[0] if width else 1), *width]
-            outputs.append({"logprobs": {"data": flat[begin:end].tolist(), "dtype": "float32", "shape": shape}})
+            tensor = {"data": flat[begin:end].tolist(), "dtype": "float32", "shape": shape}
+            outputs.append(_encoded({"logprobs": tensor}))
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(message.metrics)}
+
+
+def _encoded(part: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(part))
 
 
 def check_scores(spec: SampleSpec) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from echo2.core.background import spawn
 from echo2.core.errors import InvariantError, PeerError, UserError, counted
 from echo2_service import limits
-from echo2_service.backend import UnloadCall
+from echo2_service.backend import TrainWork, UnloadCall
 from echo2_service.decide.order import FairQueue, ModelOrder, Released
 from echo2_service.front.body_reader import BodyReader, ParsedBodies, ParsedBody, read_stored
 from echo2_service.front.curves import Curves
@@ -78,6 +78,7 @@ class Dispatcher:
         self._num_sampling = Counter[str]()
         self._num_open, self._open_bytes = Counter[str](), Counter[str]()
         self._parsed_bodies = ParsedBodies()
+        self._file_bytes: dict[str, int] = {}  # of the open requests whose training data lie in a file
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -86,7 +87,10 @@ class Dispatcher:
         columns = ["id", "tenant", "kind", "state", "operation", "target", "number", "body_bytes"]
         rows = self._database.select(requests, order="arrival", columns=columns, state=OPEN)
         for row in sorted(rows, key=lambda row: (row.state == "held", row.operation or 0)):
-            self._count(row.tenant, 1, row.body_bytes)
+            if row.kind in TRAINING and not row.body_bytes:
+                file = self._work.storage.data_file(row.tenant, row.id)
+                self._file_bytes[row.id] = file.stat().st_size if file.is_file() else 0
+            self._count(row.tenant, 1, row.body_bytes + self._file_bytes.get(row.id, 0))
             if row.kind == "sample":
                 self._add_sample(row.tenant, row.id)
             elif row.state == "queued":
@@ -108,7 +112,8 @@ class Dispatcher:
         parsed_body: ParsedBody = None,
     ) -> str:
         """Store a request and return its id. An identical request gets the same id. A `refusal` is stored in place of
-        the body: the request fails with it in its turn. `parsed_body`: the body as it was read.
+        the body: the request fails with it in its turn. `parsed_body`: the body as it was read; if its data lie in a
+        file, that is moved to its place, and the body is not stored.
 
         Raises:
             PeerError: `rate` if too many requests of the tenant or model are open; `spent`, `disk_quota` if a quota is
@@ -125,10 +130,11 @@ class Dispatcher:
             )
         self._check_open(caller.tenant, len(body))
         self._bills.check(caller.tenant)
-        request, body = "req_" + secrets.token_hex(16), b"" if refusal else body
-        # A database writes a whole row again for each change. So training data come last, once the turn is fixed.
-        last = body if kind in TRAINING else b""
-        if body:
+        filed = parsed_body.request if isinstance(parsed_body, TrainWork) and not refusal else ""
+        request, body = filed or "req_" + secrets.token_hex(16), b"" if refusal or filed else body
+        arrived = self._bodies.arrived(filed)
+        file_bytes = arrived.stat().st_size if filed else 0
+        if body or filed:
             self._parsed_bodies.add(request, parsed_body, len(body))  # now: its turn may come in this transaction
         try:
             with self._database.transaction():
@@ -141,17 +147,17 @@ class Dispatcher:
                     kind=kind,
                     number=number,
                     digest=digest,
-                    body=(body if not last else b"") or None,
+                    body=body or None,
                     error=refusal or None,
                     state="queued" if kind == "sample" else "held",
                     created=self._clock(),
                 )
-                self._stored(caller.tenant, 1, len(body) - len(last), ROW_BYTES)
+                self._database.when_stored(partial(self._has_begun, caller.tenant, request, len(body), file_bytes))
+                if filed:
+                    arrived.rename(self._work.storage.data_file(caller.tenant, request))
                 if kind != "sample":
                     self._database.update(models, {"id": target}, used=self._clock())
                     self._arrive(request, target, number)
-                if last and self._database.update(requests, {"id": request, "state": OPEN}, body=last):
-                    self._stored(caller.tenant, 0, len(last))
         except BaseException:
             self._parsed_bodies.drop(request)
             raise
@@ -160,10 +166,12 @@ class Dispatcher:
             self._start_samples()
         return request
 
-    def _stored(self, tenant: str, num_new: int, body_bytes: int, row_bytes: int = 0) -> None:
-        """Count what the open transaction stores."""
-        self._database.when_stored(partial(self._count, tenant, num_new, body_bytes))
-        self._database.when_stored(partial(self._work.storage.stored, tenant, body_bytes + row_bytes))
+    def _has_begun(self, tenant: str, request: str, body_bytes: int, file_bytes: int) -> None:
+        if file_bytes:
+            self._file_bytes[request] = file_bytes
+        self._count(tenant, 1, body_bytes + file_bytes)
+        self._work.storage.stored(tenant, body_bytes + ROW_BYTES)
+        self._work.storage.written(tenant, file_bytes)
 
     def _check_open(self, tenant: str, num_bytes: int) -> None:
         self._work.storage.check_refusals(tenant)
@@ -302,6 +310,8 @@ class Dispatcher:
         parsed_body = self._parsed_bodies.drop(row.id)
         if parsed_body is not None or row.kind == "create_model":
             return parsed_body
+        if row.id in self._file_bytes:
+            return await self._bodies.read_file(self._work.storage.data_file(row.tenant, row.id))
         stored = await self._reached(partial(self._database.find, requests, columns=["body"], id=row.id))
         return await self._bodies.read_stored(stored.body or b"" if stored else b"", row.kind)
 
@@ -444,10 +454,15 @@ class Dispatcher:
     def _has_ended(self, row: Row, is_news: bool, answer_bytes: int) -> None:
         self._parsed_bodies.drop(row.id)
         if is_news:
-            self._count(row.tenant, -1, -row.body_bytes)
+            file_bytes = self._file_bytes.pop(row.id, 0)
+            self._count(row.tenant, -1, -row.body_bytes - file_bytes)
             self._work.storage.stored(row.tenant, answer_bytes - row.body_bytes)
-            if row.kind == "forward_backward":
-                self._work.storage.written(row.tenant, row.body_bytes)  # into the journal of the model
+            self._work.storage.written(row.tenant, -file_bytes)
+            if row.kind == "forward_backward":  # into the journal of the model
+                self._work.storage.written(row.tenant, row.body_bytes + file_bytes)
+            if file_bytes:
+                file = self._work.storage.data_file(row.tenant, row.id)
+                self._spawn(asyncio.to_thread(file.unlink, missing_ok=True), partial(log.warning, "%s stays: %s", file))
         event = self._ended.pop(row.id, None)
         if event is not None:
             event.set()

@@ -23,6 +23,7 @@ from echo2_service import limits
 from echo2_service.front.database import UNREACHED
 from echo2_service.front.request_guard import (
     NO_KEY,
+    Body,
     RequestGuard,
     cookie_of,
     for_browsers,
@@ -62,14 +63,14 @@ class Pages:
         address, which no browser sends."""
         if _is_from_elsewhere(request):
             return _sign_in_page(PeerError("scope", ELSEWHERE))
-        body = bytearray()
+        body = Body()
         try:
             passage = self._guard.traffic.begin("")  # the caller is not known yet
         except PeerError as error:
             return refused(error)
         try:
             await read_body(request, passage, body, limits.SIGN_IN_BYTES_MAX)
-            key = parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
+            key = parse_qs(body.content.decode("latin-1")).get("key", [""])[0].strip()
             caller = self._guard.api_keys.admit(key)
         except PeerError as error:
             return _sign_in_page(error)

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from io import SEEK_END, BytesIO
 from typing import TypeAlias
 
 import msgspec
@@ -45,6 +46,7 @@ STATUS = {
     "too_large": 413,
     "oversized": 413,
     "rate": 429,
+    "full": 503,
 }
 #: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
 #: and quoted paths go as a whole.
@@ -208,6 +210,28 @@ def answer(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+class Body:
+    """What has come of a body. It is handed on without a copy, for which all tenants would wait."""
+
+    def __init__(self) -> None:
+        self._buffer = BytesIO()
+
+    def __len__(self) -> int:
+        return self._buffer.tell()
+
+    def add(self, part: bytes) -> None:
+        self._buffer.write(part)
+
+    def set(self, content: bytes) -> None:
+        """Put this in place of what has come."""
+        self._buffer = BytesIO(content)
+        self._buffer.seek(0, SEEK_END)
+
+    @property
+    def content(self) -> bytes:
+        return self._buffer.getvalue()
+
+
 class Counted:
     """A response whose bytes are under way until they are sent. It is sent piece by piece, because the server buffers
     a piece of any size at once.
@@ -219,11 +243,11 @@ class Counted:
     async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
 
         async def paced(message: Message) -> None:
-            body = message.get("body", b"")
-            while len(body) > limits.PROGRESS_BYTES:
-                piece, body = body[: limits.PROGRESS_BYTES], body[limits.PROGRESS_BYTES :]
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({**message, "body": body} if "body" in message else message)
+            body, size = message.get("body", b""), limits.PROGRESS_BYTES
+            last = max(0, len(body) - 1) // size * size
+            for begin in range(0, last, size):
+                await send({"type": "http.response.body", "body": body[begin : begin + size], "more_body": True})
+            await send({**message, "body": body[last:]} if "body" in message else message)
 
         try:
             await self._response(scope, receive, paced)
@@ -289,13 +313,13 @@ class RequestGuard:
         when_refused: WhenRefused | None,
     ) -> Response:
         """Return the answer to a request, also to one that is refused, or whose refusal cannot be stored."""
-        body = bytearray()
+        body = Body()
         try:
             try:
                 response = await self._handle(handler, caller, request, passage, body, max_bytes)
                 passage.take(len(response.body) if hasattr(response, "body") else 0)
             except (PeerError, UserError) as error:
-                other = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
+                other = None if when_refused is None else await when_refused(caller, request, body.content, error)
                 return refused(error) if other is None else other
         except (PeerError, UserError) as error:
             return refused(error)
@@ -311,15 +335,16 @@ class RequestGuard:
         caller: Caller,
         request: Request,
         passage: Passage,
-        body: bytearray,
+        body: Body,
         max_bytes: int,
     ) -> Response:
         """Read the request into `body`, and handle it."""
         await read_body(request, passage, body, max_bytes)
         if request.headers.get("content-encoding", "") == "zstd":
-            body[:] = await asyncio.to_thread(unpacked, bytes(body), max_bytes)
-            passage.take(len(body))
-        return await handler(caller, request, bytes(body))
+            text = await asyncio.to_thread(unpacked, body.content, max_bytes)
+            passage.take(len(text))
+            body.set(text)
+        return await handler(caller, request, body.content)
 
 
 def cookie_of(request: Request) -> str:
@@ -373,7 +398,7 @@ def for_tenants(text: str) -> str:
     return shown.encode(errors="replace").decode()
 
 
-async def read_body(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:
+async def read_body(request: Request, passage: Passage, body: Body, max_bytes: int) -> None:
     """Read the body; of one that is announced as too large, only the beginning.
 
     Raises:
@@ -390,7 +415,7 @@ async def read_body(request: Request, passage: Passage, body: bytearray, max_byt
                     if part is None:
                         return
                     passage.take(len(part))
-                    body += part
+                    body.add(part)
                     if is_too_large:
                         raise PeerError(
                             "too_large", f"the body is announced with {announced[:20]} bytes; {max_bytes} are taken."

@@ -21,10 +21,11 @@ from echo2_service.front.bodies import (
     ModelBody,
     SampleBody,
     SamplerBody,
+    digest_of,
     numbered,
     parse,
 )
-from echo2_service.front.body_reader import BODIES, BodyReader, ParsedBody, digest_of, off_loop
+from echo2_service.front.body_reader import BODIES, BodyReader, ParsedBody, off_loop
 from echo2_service.front.data import answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
@@ -36,7 +37,7 @@ POLL_SECONDS = 30.0
 #: LoRA's alpha (an adapter is scaled by alpha / rank); the SDKs send none.
 ALPHA = 32
 #: Reasons of refusals after which the SDKs send the same request again.
-COME_AGAIN = ("rate", "spent")
+COME_AGAIN = ("rate", "spent", "full")
 PROTOBUF = "application/x-protobuf"
 WITH_PROTOBUF = {"forward": "train", "forward_backward": "train", "sample": "sample"}
 
@@ -81,17 +82,17 @@ class RequestsApi:
 
     async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Add up gradients; the body is protobuf or JSON."""
-        if request.headers.get("content-type", "").startswith(PROTOBUF):
-            work, digest = await self._bodies.read_training(body, is_protobuf=True)
-            kind = "forward" if work.forward_only else "forward_backward"  # they have prices of their own
-            return await self._submit(caller, work.model, kind, work.seq, body, digest, work)
-        work, digest = await self._bodies.read_training(body, is_protobuf=False)
-        return await self._submit(caller, work.model, "forward_backward", work.seq, body, digest, work)
+        is_protobuf = request.headers.get("content-type", "").startswith(PROTOBUF)
+        return await self._train(caller, body, is_protobuf=is_protobuf)
 
     async def forward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Compute logprobs only, for the SDKs that send JSON."""
-        work, digest = await self._bodies.read_training(body, is_protobuf=False, forward_only=True)
-        return await self._submit(caller, work.model, "forward", work.seq, body, digest, work)
+        return await self._train(caller, body, is_protobuf=False, forward_only=True)
+
+    async def _train(self, caller: Caller, body: bytes, is_protobuf: bool, forward_only: bool = False) -> Response:
+        async with self._bodies.reading(body, is_protobuf, forward_only) as work:
+            kind = "forward" if work.forward_only else "forward_backward"  # they have prices of their own
+            return await self._submit(caller, work.model, kind, work.seq, body, work.digest, work)
 
     def submitting(self, kind: str) -> Handler:
         """Return the handler of a kind of request that is only submitted."""
@@ -169,7 +170,9 @@ class RequestsApi:
             headers = request.headers
             is_protobuf = headers.get("content-type", "").startswith(PROTOBUF)
             is_packed = headers.get("content-encoding", "") == "zstd"
-            addressee = await asyncio.to_thread(numbered, body, is_protobuf, is_packed)
+            addressee, digest = await asyncio.to_thread(
+                lambda: (numbered(body, is_protobuf, is_packed), digest_of(body))
+            )
             if addressee is None:
                 return None
             row = self._database.find(models, columns=["session"], id=addressee.model, tenant=caller.tenant)
@@ -178,7 +181,7 @@ class RequestsApi:
             words = for_tenants(error.detail if isinstance(error, PeerError) else str(error))
             try:
                 submitted = self._dispatcher.submit(
-                    caller, row.session, addressee.model, kind, addressee.number, digest_of(body), b"", words
+                    caller, row.session, addressee.model, kind, addressee.number, digest, b"", words
                 )
             except PeerError as busy:
                 return refused(busy)

@@ -140,6 +140,10 @@ class Storage:
         directory.mkdir(exist_ok=True)
         return directory
 
+    def data_file(self, tenant: str, request: str) -> Path:
+        """Return the file with the data of an open request, if they are long training data."""
+        return self.directory(tenant).absolute() / request
+
     def check_rows(self, table: sql.Table, tenant: str) -> None:
         """Raise PeerError("too_many") if the tenant may have no other row."""
         most: int = getattr(limits, ROWS_MAX[table.name])

@@ -154,13 +154,12 @@ class Work:
     async def _train(self, request: Row, work: TrainWork) -> Done:
         if work.error:
             raise UserError(work.error)
+        file = str(self.storage.data_file(request.tenant, request.id)) if work.request else ""
         call = ForwardBackwardCall(
-            request.target, request.operation, work.data, work.loss, work.params, work.forward_only
+            request.target, request.operation, work.data, work.loss, work.params, work.forward_only, file
         )
         output = _of(call, (await self.backend.call(call)).trained)
-        counts, answer = await asyncio.to_thread(
-            lambda: (trained(work, output.metrics), train_answer(output, work.widths))
-        )
+        answer, counts = await asyncio.to_thread(train_answer, output, work.widths), trained(work, output.metrics)
         return Done(answer, counts.num_tokens, None if work.forward_only else counts)
 
     async def _optim_step(self, request: Row, body: OptimBody) -> Done:

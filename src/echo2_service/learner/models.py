@@ -48,6 +48,7 @@ from echo2_service.backend import (
     TrainOutput,
     UnloadCall,
 )
+from echo2_service.calling import with_data
 from echo2_service.learner.journal import Journal
 from echo2_service.learner.losses import CLIENT_LOSSES, HIGH, LOW
 from echo2_service.learner.tenants import Tenants
@@ -262,6 +263,7 @@ class Models:
         try:
             if isinstance(call, ForwardBackwardCall):
                 self._check_journal(call.model, model)
+                call = with_data(call)
             answer = yield from self._apply(model, call)
             is_redone |= isinstance(call, ForwardBackwardCall) and not call.forward_only
         except NoRoomError:
