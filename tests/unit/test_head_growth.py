@@ -25,6 +25,8 @@ OF_EACH_MACHINE = {
     "head.books.costs.machines",
     "head.identity._members",
     "head.identity._members[]",
+    "head.identity._of_ticket",
+    "head.identity._of_ticket[]",
     "head.identity._own",
 }
 

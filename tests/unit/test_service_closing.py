@@ -209,7 +209,7 @@ def link(draw: random.Random) -> None:
         await process.close()
 
     with directory() as path, Told() as told:
-        asyncio.run(asyncio.wait_for(use(), 20.0))
+        asyncio.run(asyncio.wait_for(use(), 100.0))
         assert not children() - others
     for outcome in outcomes:
         assert isinstance(outcome, Answer | UserError | InvariantError | asyncio.CancelledError), outcome
