@@ -282,7 +282,7 @@ def fleet(draw: random.Random) -> None:
 
     closes = [(GrpcServer, "stop"), (Distribution, "close"), (JoinedMachine, "lose")]
     with directory() as path, Told() as told, faults.in_calls(closes, before=False):
-        asyncio.run(asyncio.wait_for(use(path), 20.0))
+        asyncio.run(asyncio.wait_for(use(path), 100.0))
     assert not faults.made or is_heard([*raised, *told.errors]), faults.made
 
 

@@ -44,7 +44,8 @@ async def head(
         ticket = identity.make_ticket("worker", f"127.0.0.1:{await server.start()}", 1, 1.0)
         if isinstance(server, GatedServer):
             server.gates.open()
-            await server.gates.are_open.wait()
+            while not server.gates._gates:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         yield ticket, failures
     finally:
         await server.stop()  # waits for, or ends, what is still under way

@@ -436,7 +436,8 @@ async def main():
     server = gates.GatedServer("127.0.0.1", 0, RunIdentity.create_or_load(Path(sys.argv[1])), {}, print)
     port = await server.start()
     server.gates.open()
-    await server.gates.are_open.wait()
+    while not server.gates._gates:
+        await asyncio.sleep(0.01)
     print(port, flush=True)
     await asyncio.Event().wait()
 

@@ -102,15 +102,22 @@ def _read(file: BinaryIO) -> Iterator[bytes]:
 def _reached(
     place: str, errors: type[Exception] = OSError, answers: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise LinkError for `errors` of a place other than its `answers`."""
+    """Raise LinkError for `errors` of a place other than its `answers`, and our own."""
     try:
         yield
-    except answers:
+    except (UserError, *answers):
         raise
     except errors as error:
         if "PreconditionFailed" in repr(error):  # of a conditional put
             raise FileExistsError(str(error)) from error
         raise LinkError(f"the store {place} cannot be used: {error}") from error
+
+
+def _checked(key: str, place: str) -> str:
+    """Return the key. Raises UserError: it leads out of the store; another head may have written its name there."""
+    if not all(part not in ("", ".", "..") and "\0" not in part for part in key.split("/")):
+        raise UserError(f"The store {place} names an object outside of it: {key!r}. Do not use this store.")
+    return key
 
 
 def _check_private(folder: Path) -> None:
@@ -192,10 +199,7 @@ class Directory:
                 os.close(opened)
 
     def _place(self, key: str) -> Path:
-        """Raises UserError: the key, which another head may have written, leads out of the directory."""
-        if not all(part not in ("", ".", "..") and "\0" not in part for part in key.split("/")):
-            raise UserError(f"The store {self._path} names an object outside of it: {key!r}. Do not use this store.")
-        return self._path / key
+        return self._path / _checked(key, str(self._path))
 
 
 class Remote:
@@ -244,7 +248,7 @@ class Remote:
             yield from _read(file)
 
     def _place(self, key: str) -> str:
-        return f"{self._root}/{key}"
+        return f"{self._root}/{_checked(key, self._url)}"
 
     def _reached(self) -> AbstractContextManager[None]:  # each package has errors of its own
         return _reached(self._url, Exception, (FileNotFoundError, FileExistsError))

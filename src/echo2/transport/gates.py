@@ -1,6 +1,6 @@
 """Gates: processes that take a head's connections once there are many, so that the head has its core for itself.
 
-A connection costs its process descriptors and memory, and a call two thirds of what a result takes of a head's time:
+A connection costs its process descriptors and memory, and calls cost more than half of a head's time in a large fleet:
 handshakes, TLS, gRPC, and the weighing of what a stranger sends. A gate (`gate_process`) does all this for its share of
 the connections, and passes the head requests that it has weighed. The head's budgets of calls and answers are those of
 all gates together; connections, handshakes and unread bytes are bounded in each process.
@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import lru_cache
 from typing import Any
 
 from echo2.core.background import Background, close_all
@@ -38,8 +39,7 @@ log = logging.getLogger(__name__)
 
 #: Connections that a head has when it opens its gates: they take a tenth of its core.
 CROWD = 512
-#: Gates on a machine of few and of many cores: each takes thousands of connections, and most of a core if they are
-#: busy. Two at least, so that the fleet is not gone with one.
+#: Gates on a machine of few and of many cores. Two at least, so that the fleet is not gone with one.
 GATES_MIN, GATES_MAX = 2, 4
 #: Time for a gate to start, and to end when it is told; pauses before another takes the place of one that died.
 START_SECONDS, STOP_SECONDS, BACKOFF = 60.0, 5.0, Backoff(1.0, 60.0)
@@ -73,6 +73,7 @@ class GatedServer(GrpcServer):
         return port
 
     async def _stop(self) -> None:
+        self._door.shut()
         await close_all(self.gates.close, super()._stop)
 
 
@@ -97,8 +98,7 @@ class Gates:
         self._work = Background(on_error)
         self._gates: set[_Gate] = set()
         self._is_closing = False
-        self.are_open = asyncio.Event()
-        self._callers: dict[tuple[str, str], tuple[Peer, tuple[Party, ...]]] = {}
+        self.caller = lru_cache(maxsize=BUCKETS_MAX)(self._caller)
 
     def open(self) -> None:
         """Start the gates, and start each again that dies. The door rests while one of them accepts connections."""
@@ -120,7 +120,6 @@ class Gates:
                 for member in list(self._identity.members.items())[num_known:]:
                     gate.tell(*member)
                 self._door.rest()
-                self.are_open.set()
                 await gate.gone()
                 if self._is_closing:
                     return
@@ -131,11 +130,11 @@ class Gates:
                 gate.kill()
                 self._gates.discard(gate)
                 if not self._gates:
-                    self.are_open.clear()
                     self._door.accept()
             await retries.pause()
 
     def _enrolled(self, peer_id: str, entry: Mapping[str, Any]) -> None:
+        self.caller.cache_clear()  # one that was not known shares other budgets
         for gate in self._gates:
             gate.tell(peer_id, entry)
 
@@ -147,16 +146,11 @@ class Gates:
         await asyncio.gather(*(gate.end(STOP_SECONDS) for gate in gates))
         await self._work.close()
 
-    def caller(self, name: str, host: str) -> tuple[Peer, tuple[Party, ...]]:
+    def _caller(self, name: str, host: str) -> tuple[Peer, tuple[Party, ...]]:
         """The peer with this name in its certificate, and the parties whose budgets it shares."""
-        known = self._callers.get((name, host))
-        if known is None:
-            if len(self._callers) >= BUCKETS_MAX:
-                self._callers.clear()
-            role, _, peer_id = name.partition(":")
-            peer = Peer(peer_id, role, host)
-            known = self._callers[name, host] = peer, self._parties(peer)
-        return known
+        role, _, peer_id = name.partition(":")
+        peer = Peer(peer_id, role, host)
+        return peer, self._parties(peer)
 
 
 class _Gate:
