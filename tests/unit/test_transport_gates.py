@@ -202,6 +202,25 @@ def test_a_peer_that_floods_the_head_loses_its_connections(
     run(scenario())
 
 
+def test_a_peer_that_was_not_known_shares_its_own_budgets_once_it_is(identity: RunIdentity, tmp_path: Path) -> None:
+    other = RunIdentity.create_or_load(tmp_path / "other")
+    peer = PeerIdentity(tmp_path / "peer")
+
+    def enrol(run: RunIdentity) -> str:
+        ticket = Ticket.parse(run.make_ticket("worker", "nowhere:1", 1, 1.0, is_own=True))
+        return run.enrol(ticket.ticket_id, "worker", peer.request())[0]
+
+    async def scenario() -> None:
+        server = GatedServer(LOOPBACK, 0, identity, {}, lambda error: None)
+        peer_id = enrol(other)  # by its key, and so the same in each run
+        for owner in (False, True):
+            _, parties = server.gates.caller(f"worker:{peer_id}", LOOPBACK)
+            assert any(party.name == "machines of the owner" for party in parties) == owner
+            enrol(identity)
+
+    run(scenario())
+
+
 def test_a_failing_handler_is_the_heads_failure_and_its_caller_hears(identity: RunIdentity, tmp_path: Path) -> None:
     async def broken(peer: Any, request: Any) -> wire.Empty:
         raise ZeroDivisionError("of ours")

@@ -105,7 +105,9 @@ def _reached(
     """Raise LinkError for `errors` of a place other than its `answers`, and our own."""
     try:
         yield
-    except (UserError, *answers):
+    except UserError:
+        raise
+    except answers:
         raise
     except errors as error:
         if "PreconditionFailed" in repr(error):  # of a conditional put
